@@ -1,0 +1,10 @@
+"""FP4 expert GEMMs and activation quantisation. Knows nothing of the model around it.
+
+    moe_fp4, Experts    the routed experts of one layer, on every backend          moe.py
+    fp4                 the weight format: pack, unpack, quantise, dequantise       fp4.py
+    activation          simulated e4m3 / e2m1 activation quantisation               activation.py
+"""
+from pallas_kernels import activation, fp4
+from pallas_kernels.moe import BACKENDS, Experts, default_backend, moe_fp4
+
+__all__ = ["BACKENDS", "Experts", "activation", "default_backend", "fp4", "moe_fp4"]

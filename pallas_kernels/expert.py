@@ -1,0 +1,23 @@
+"""What lies between the two GEMMs of an expert (spec section 8), shared by every backend."""
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.activation import act_quant
+
+QUANT_BLOCK = 128
+
+
+def gated(hidden: jax.Array, weight: jax.Array, swiglu_limit: float) -> jax.Array:
+    """hidden f32 [..., 2F] (gate rows first) and the route weight f32 [..., 1] to f32 [..., F].
+
+    The gate is clamped from above only; the weight multiplies here, before the second quantisation.
+    """
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    gate = jnp.minimum(gate, swiglu_limit)
+    up = jnp.clip(up, -swiglu_limit, swiglu_limit)
+    return weight * (gate * jax.nn.sigmoid(gate) * up)
+
+
+def maybe_quantise(x: jax.Array, activation_quant: bool) -> jax.Array:
+    """QA(x; 128) or x. Same shape and dtype."""
+    return act_quant(x, QUANT_BLOCK) if activation_quant else x

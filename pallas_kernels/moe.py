@@ -1,0 +1,64 @@
+"""The routed experts of one MoE layer (spec section 8, without the shared expert), one op over several backends.
+
+    y[t] = sum over routes a, in route order, of  w2_e . QA( weights[t, a] * silu(min(g, c)) * clip(u, -c, c) ),
+           g, u = w1_e . QA(x[t]), w3_e . QA(x[t]),  e = ids[t, a],  c = swiglu_limit,  QA only if activation_quant
+
+Promised by every backend: within a regime a row has the same bits whatever the other rows are and however many there are; a row
+with mask False does no work and may hold NaN; experts that are not held here contribute exactly zero.
+"""
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.reference import moe_fp4_reference
+from pallas_kernels.xla import moe_fp4_xla
+
+
+class Experts(NamedTuple):
+    """The E experts held here. Packed FP4 with its scales, or dequantised floats with s13 = s2 = None."""
+
+    w13: jax.Array  # uint8 [E, 2F, D/2] or float [E, 2F, D]; gate (w1) rows first, then up (w3)
+    s13: jax.Array | None  # uint8 [E, 2F, D/32], e8m0
+    w2: jax.Array  # uint8 [E, D, F/2] or float [E, D, F]
+    s2: jax.Array | None  # uint8 [E, D, F/32]
+
+
+BACKENDS = {"reference": moe_fp4_reference, "xla": moe_fp4_xla}
+
+
+def default_backend(experts: Experts) -> str:
+    """The one place where a platform chooses."""
+    del experts
+    return "xla"
+
+
+def moe_fp4(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    mask: jax.Array,
+    experts: Experts,
+    *,
+    swiglu_limit: float,
+    first_expert: int | jax.Array = 0,
+    activation_quant: bool = False,
+    regime: str = "decode",
+    backend: str | None = None,
+) -> jax.Array:
+    """Routed experts of T rows.
+
+    x: [T, D] in the compute dtype. ids: [T, A] int32, global expert ids. weights: [T, A] float32 route weights. mask: [T] bool, rows that count.
+    experts: those with global ids first_expert .. first_expert + E - 1. regime: "decode" (few rows; verification too) or "prefill".
+    backend: a key of BACKENDS, None for the platform's own. Returns float32 [T, D]; rows that do not count are zero.
+
+    Differentiable in x, weights and dequantised experts through backend "xla" with regime "prefill".
+    """
+    if regime not in ("decode", "prefill"):
+        raise ValueError(f"regime {regime!r}: choose 'decode' or 'prefill'")
+    name = backend or default_backend(experts)
+    if name not in BACKENDS:
+        raise ValueError(f"backend {name!r}: choose one of {', '.join(BACKENDS)}")
+    return BACKENDS[name](
+        x, ids, weights, mask, experts,
+        swiglu_limit=swiglu_limit, first_expert=first_expert, activation_quant=activation_quant, regime=regime,
+    )

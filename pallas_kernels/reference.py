@@ -1,0 +1,30 @@
+"""The routed experts written as the mathematics reads: dequantise the experts of every pair and einsum. Slow and large; for comparison.
+
+Runs in the dtype of `x` if that is float64 (with jax_enable_x64), else in float32.
+"""
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import fp4
+from pallas_kernels.expert import gated, maybe_quantise
+from pallas_kernels.routing import sum_routes
+
+
+def moe_fp4_reference(x, ids, weights, mask, experts, *, swiglu_limit, first_expert, activation_quant, regime):
+    """See `pallas_kernels.moe.moe_fp4`. Gathers 3 * F * D floats for each of the T * A pairs."""
+    del regime  # one way to compute both
+    held_experts = experts.w2.shape[0]
+    local = ids - first_expert
+    held = mask[:, None] & (local >= 0) & (local < held_experts)
+    local = jnp.where(held, local, 0)
+    if experts.s13 is None:
+        w13, w2 = experts.w13[local], experts.w2[local]
+    else:
+        w13 = fp4.dequantise(experts.w13[local], experts.s13[local])
+        w2 = fp4.dequantise(experts.w2[local], experts.s2[local])
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    x = maybe_quantise(jnp.where(mask[:, None], x, 0).astype(dtype), activation_quant)
+    dot = lambda spec, a, b: jnp.einsum(spec, a, b.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+    hidden = gated(dot("td,tafd->taf", x, w13), jnp.where(held, weights, 0)[..., None].astype(dtype), swiglu_limit)
+    out = dot("taf,tadf->tad", maybe_quantise(hidden, activation_quant), w2)
+    return sum_routes(jnp.where(held[..., None], out, 0).reshape(-1, out.shape[-1]), x.shape[0]).astype(jnp.float32)
