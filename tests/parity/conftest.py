@@ -1,0 +1,22 @@
+"""Prints the largest error of every comparison at the end of a run."""
+import pytest
+
+
+@pytest.fixture
+def measured(request, record_property):
+    """`measured(what, error)` notes a largest absolute error for the summary."""
+    def note(what, error):
+        record_property("parity", (what, error))
+    return note
+
+
+def pytest_terminal_summary(terminalreporter):
+    rows = {}
+    for report in terminalreporter.getreports(""):
+        for name, value in getattr(report, "user_properties", ()):
+            if name == "parity" and report.when == "call":
+                rows[value[0]] = max(rows.get(value[0], 0.0), value[1])
+    if rows:
+        terminalreporter.section("largest absolute error against Hugging Face")
+        for what, error in sorted(rows.items()):
+            terminalreporter.write_line(f"{error:9.1e}  {what}")
