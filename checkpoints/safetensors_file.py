@@ -1,7 +1,7 @@
 """One safetensors file: its header read and checked at once, its tensors mapped and read by slices.
 
-The safetensors package reads whole files, and neither its NumPy nor its slice path knows bfloat16 and the 8-bit float formats. The
-format itself is simple: 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, the data.
+The safetensors package reads whole files, and neither its NumPy nor its slice path knows bfloat16 and the 8-bit float formats.
+The format is simple: 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, the data.
 """
 
 import dataclasses
