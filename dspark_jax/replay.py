@@ -1,0 +1,291 @@
+"""Replay of recorded rounds: what would the gate have gained on them?
+
+A rounds file holds, per prompt, rounds that drafted and verified the whole block. Because each round says how many drafts were
+right, every shorter choice can be judged afterwards. `replay` runs the gate of `dspark_jax.gate` over them causally, each prompt
+with a cold gate, and reports tokens per second under four accountings:
+
+* plain       one token per plain step;
+* always_k    the whole block is verified in every round;
+* published   the gate's choices; a round that it skips is charged plain_ms only, as the table published with the gate does;
+* charged     the same choices; a skipped round is charged draft_ms + plain_ms, since its draft was already paid for.
+
+A skipped round (n = 0) emits one token; a verified one min(accept, n) + 1. The file has no logit margins, so
+`margin_threshold` has no effect here.
+
+Rounds file (JSON; times in ms; `draft_ms`, `verify_ms`, `plain_ms` each in all rounds or in none):
+
+    {"source": str, "note": str, "block_size": K,
+     "prompts": {name: [{"accept": 0..K, "k": K, "draft_ms": f, "verify_ms": f, "plain_ms": f, "conf": [K scores]}, ...]}}
+"""
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax import gate
+from dspark_jax.errors import ConfigError
+
+ACCOUNTINGS = ("plain", "always_k", "published", "charged")
+TIMES = ("draft_ms", "verify_ms", "plain_ms")
+OVERALL = "overall"
+
+
+def replay(source, config: gate.GateConfig | None = None) -> dict:
+    """Replays a rounds file (path) or its parsed content (dict) under `config`, by default that of the environment.
+
+    The gate is taken as enabled; draft and plain costs are the medians of all recorded rounds where the file has them, else the
+    config's; verify(n) = verify_base_ms + verify_slope_ms * n of the config.
+
+    Returns a dict: for each of `ACCOUNTINGS` {prompt: tokens per second, ..., "overall": round-weighted}; `rounds` and `chosen`
+    {prompt: count, [n, ...]}; `costs` in ms; `recorded_verify_ms`, the median or None; `source`, `block_size`.
+    Raises ConfigError for a file that is missing, malformed or recorded with the gate on.
+    """
+    recording = check(source) if isinstance(source, dict) else load(source)
+    block, prompts = recording["block_size"], recording["prompts"]
+    config = gate.GateConfig.from_env() if config is None else config
+    config = dataclasses.replace(
+        config,
+        enabled=True,
+        draft_ms=_median(prompts, "draft_ms", config.draft_ms),
+        plain_ms=_median(prompts, "plain_ms", config.plain_ms),
+    )
+    gate.validate(config, block)
+    chosen = {name: _choices(config, rounds) for name, rounds in prompts.items()}
+    ms = {name: _ms_per_token(config, rounds, chosen[name], block) for name, rounds in prompts.items()}
+    return {
+        "source": recording.get("source", ""),
+        "block_size": block,
+        "costs": {name: getattr(config, name) for name in ("draft_ms", "verify_base_ms", "verify_slope_ms", "plain_ms")},
+        "recorded_verify_ms": _median(prompts, "verify_ms", None),
+        "rounds": {name: len(rounds) for name, rounds in prompts.items()},
+        "chosen": chosen,
+    } | {accounting: _rates(prompts, ms, accounting) for accounting in ACCOUNTINGS}
+
+
+def _choices(config, rounds):
+    """The gate's n of each round, from what it saw of the rounds before: list of int."""
+    state, chosen = gate.init(config, 1), []
+    for record in rounds:
+        confidence = jnp.asarray([record["conf"]], jnp.float32)
+        n = gate.choose(config, state, confidence)
+        accepted = jnp.minimum(n, record["accept"])
+        state = gate.note_skipped(gate.observe(config, state, confidence, accepted, n), n == 0, jnp.zeros((1,), bool))
+        chosen.append(int(n[0]))
+    return chosen
+
+
+def _ms_per_token(config, rounds, chosen, block):
+    """{accounting: ms per token} of one prompt."""
+
+    def cost(n, skipped_ms):
+        return config.draft_ms + config.verify_base_ms + config.verify_slope_ms * n if n else skipped_ms
+
+    def per_token(lengths, skipped_ms=0.0):
+        tokens = sum(min(record["accept"], n) + 1 for record, n in zip(rounds, lengths))
+        return sum(cost(n, skipped_ms) for n in lengths) / tokens
+
+    return {
+        "plain": config.plain_ms,
+        "always_k": per_token([block] * len(rounds)),
+        "published": per_token(chosen, config.plain_ms),
+        "charged": per_token(chosen, config.draft_ms + config.plain_ms),
+    }
+
+
+def _rates(prompts, ms, accounting):
+    """{prompt: tokens/s, "overall": tokens/s of the ms per token averaged with the rounds as weights}."""
+    weighted = sum(ms[name][accounting] * len(rounds) for name, rounds in prompts.items())
+    overall = weighted / sum(map(len, prompts.values()))
+    return {name: 1000 / ms[name][accounting] for name in prompts} | {OVERALL: 1000 / overall}
+
+
+def _median(prompts, key, fallback):
+    values = [record[key] for rounds in prompts.values() for record in rounds if key in record]
+    return statistics.median(values) if values else fallback
+
+
+def render(result: dict) -> str:
+    """The result of `replay` as text for a terminal."""
+    costs, names = result["costs"], [*result["rounds"], OVERALL]
+    total, source = sum(result["rounds"].values()), result["source"] or "no source given"
+    widths = [max(7, len(name)) for name in names]
+    labels = {"plain": "plain", "always_k": "always-k", "published": "gated, published", "charged": "gated, charged"}
+
+    def row(label, cells):
+        return f"{label:<17}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths))
+
+    lines = [
+        f"{total} recorded rounds, draft block {result['block_size']}: {source}",
+        f"draft {costs['draft_ms']:g} ms, plain {costs['plain_ms']:g} ms, "
+        f"verify(n) = {costs['verify_base_ms']:g} + {costs['verify_slope_ms']:g} n ms",
+        "",
+        row("tokens/s", names),
+        *(row(label, [f"{result[key][name]:.2f}" for name in names]) for key, label in labels.items()),
+        row("rounds", [*result["rounds"].values(), total]),
+        row("skipped by gate", _skipped(result)),
+        "",
+        "published: a round that the gate skips is charged plain_ms only, as the table published with the gate does",
+        "charged:   it is charged draft_ms + plain_ms, since its draft was already paid for",
+        "overall:   ms per token, averaged with the rounds as weights",
+    ]
+    return "\n".join(lines + _verify_warning(result))
+
+
+def _skipped(result):
+    counts = [sum(n == 0 for n in chosen) for chosen in result["chosen"].values()]
+    return [*counts, sum(counts)]
+
+
+def _verify_warning(result):
+    """A line where the config's verify cost is far from the recorded one: its defaults describe one machine and model."""
+    recorded, costs = result["recorded_verify_ms"], result["costs"]
+    assumed = costs["verify_base_ms"] + costs["verify_slope_ms"] * result["block_size"]
+    if recorded is None or abs(assumed - recorded) <= 0.25 * recorded:
+        return []
+    return [
+        "",
+        f"note: a full verify took {recorded:g} ms in the recording, the costs above say {assumed:g} ms; "
+        "set --verify-base-ms and --verify-slope-ms to what was measured",
+    ]
+
+
+def load(path) -> dict:
+    """Reads and checks a rounds file. Raises ConfigError naming the file and the place in it."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"rounds file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"rounds file {path} is not JSON: {error}") from error
+    return check(content, f"rounds file {path}")
+
+
+def check(content, where="rounds") -> dict:
+    """Returns `content` if it is a complete recording, else raises ConfigError naming the prompt, round and key."""
+    _require(isinstance(content, dict), where, "the top level must be an object")
+    block, prompts = content.get("block_size"), content.get("prompts")
+    _require(_is_int(block) and block >= 1, where, f"block_size must be a whole number of 1 or more, not {block!r}")
+    _require(isinstance(prompts, dict) and prompts, where, "prompts must be an object of one or more lists of rounds")
+    _require(OVERALL not in prompts, where, f"a prompt must not be named {OVERALL!r}")
+    for name, rounds in prompts.items():
+        _require(isinstance(rounds, list) and rounds, f"{where}, prompt {name!r}", "must be a list of one or more rounds")
+        for i, record in enumerate(rounds):
+            _check_round(record, block, f"{where}, prompt {name!r}, round {i}")
+    for key in TIMES:
+        present = [key in record for rounds in prompts.values() for record in rounds]
+        _require(all(present) or not any(present), where, f"{key} must be in every round or in none")
+    return content
+
+
+def _check_round(record, block, where):
+    _require(isinstance(record, dict), where, "must be an object")
+    for key in ("accept", "k", "conf"):
+        _require(key in record, where, f"{key} is missing")
+    k, accept, conf = record["k"], record["accept"], record["conf"]
+    _require(_is_int(k) and k == block, where, f"k is {k!r}, not the block of {block}; record with the gate off")
+    _require(_is_int(accept) and 0 <= accept <= k, where, f"accept must be a whole number in 0..{k}, not {accept!r}")
+    finite = isinstance(conf, list) and len(conf) == block and all(_is_finite(score) for score in conf)
+    _require(finite, where, f"conf must be a list of {block} finite numbers, not {conf!r}")
+    for key in TIMES:
+        if key in record:
+            _require(_is_finite(record[key]) and record[key] >= 0, where, f"{key} must be a time in ms, not {record[key]!r}")
+
+
+def _require(condition, where, message):
+    if not condition:
+        raise ConfigError(f"{where}: {message}")
+
+
+def _is_int(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class RoundsRecorder:
+    """Collects the rounds of an own run, drafted with the gate off, and writes them as a rounds file."""
+
+    def __init__(self, block_size: int, source: str, note: str = ""):
+        self.content = {"source": source, "note": note, "block_size": int(block_size), "prompts": {}}
+
+    def add(self, prompt: str, records, draft_ms=None, verify_ms=None, plain_ms=None) -> None:
+        """Adds the RoundRecords of one prompt; a repeated prompt name is continued.
+
+        Each time is a number (a mean, written into every round), a sequence with one entry per record, or None (not measured: the
+        key is left out). A last round that the end of the output or of the cache cut short is left out: it does not say what
+        became of the drafts it did not verify. Raises ConfigError for any other round that did not verify the whole block.
+        """
+        records = list(records)
+        columns = {key: _column(key, value, records) for key, value in zip(TIMES, (draft_ms, verify_ms, plain_ms))}
+        if records and not records[-1].skipped and records[-1].verified < self.content["block_size"]:
+            records.pop()
+        rounds = [self._round(prompt, i, record, columns) for i, record in enumerate(records)]
+        self.content["prompts"].setdefault(prompt, []).extend(rounds)
+
+    def _round(self, prompt, i, record, columns):
+        block = self.content["block_size"]
+        if record.skipped or record.verified != block:
+            raise ConfigError(
+                f"round {i} of prompt {prompt!r} verified {record.verified} of {block} drafts: only rounds that verify the whole "
+                "block can be replayed; record with the gate off"
+            )
+        times = {key: column[i] for key, column in columns.items() if column is not None}
+        conf = [round(float(score), 6) for score in record.confidence]
+        return {"accept": int(record.accepted), "k": block} | times | {"conf": conf}
+
+    def write(self, path) -> None:
+        """Writes the file, replacing it in one step. Raises ConfigError if nothing was recorded or the path cannot be written."""
+        content = dict(self.content, prompts={name: rounds for name, rounds in self.content["prompts"].items() if rounds})
+        check(content, "recorded rounds")
+        path = Path(path)
+        unfinished = path.with_name(path.name + ".tmp")
+        try:
+            unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            os.replace(unfinished, path)
+        except OSError as error:
+            raise ConfigError(f"rounds file {path} cannot be written: {error.strerror}") from error
+
+
+def _column(key, value, records):
+    """A time as one float per record, or None."""
+    if value is None:
+        return None
+    column = [float(value)] * len(records) if np.ndim(value) == 0 else [float(entry) for entry in value]
+    if len(column) != len(records):
+        raise ConfigError(f"{key} has {len(column)} entries for {len(records)} rounds")
+    return column
+
+
+def add_parser(subparsers):
+    """Adds the `replay` command to an argparse subparsers object; `args.run(args)` runs it and returns the exit code."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="what the gate would have gained on recorded rounds",
+        description="Replays rounds recorded by `dspark generate --record FILE` (gate off) and prints tokens per second of plain "
+        "decode, of always verifying the whole block, and of the gate. The gate's numbers are those of the "
+        "DEEPSEEK_DSPARK_GATE_* variables; draft and plain costs are the medians of the file.",
+    )
+    parser.add_argument("file", metavar="rounds.json", help="the recorded rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    defaults = gate.GateConfig()
+    for flag in ("verify_base_ms", "verify_slope_ms"):
+        text = f"in ms, instead of the variable's (default {getattr(defaults, flag):g})"
+        parser.add_argument("--" + flag.replace("_", "-"), type=float, metavar="MS", help=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args) -> int:
+    """Runs `dspark replay` and prints its result."""
+    given = {name: getattr(args, name) for name in ("verify_base_ms", "verify_slope_ms") if getattr(args, name) is not None}
+    result = replay(args.file, dataclasses.replace(gate.GateConfig.from_env(), **given))
+    print(json.dumps(result, indent=1) if args.json else render(result))
+    return 0
