@@ -1,0 +1,11 @@
+"""DeepSeek-V4-Flash with its DSpark draft module in JAX: speculative decoding that never changes the output."""
+from dspark_jax import gate
+from dspark_jax.api import commit, draft, extend, new_cache, prefill
+from dspark_jax.errors import CheckpointError, ConfigError, DsparkError, NumericsError, PromptError
+from dspark_jax.gate import GateConfig
+from dspark_jax.loading import Model, load
+
+__all__ = [
+    "load", "Model", "GateConfig", "gate", "new_cache", "extend", "commit", "prefill", "draft",
+    "DsparkError", "ConfigError", "CheckpointError", "PromptError", "NumericsError",
+]

@@ -1,0 +1,136 @@
+"""The parts of a step, one call each: new_cache, extend, commit, prefill, draft. None of them changes its arguments."""
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dspark_jax import cache as caches
+from dspark_jax.cache import Cache
+from dspark_jax.drafter import Draft
+from dspark_jax.errors import ConfigError, PromptError
+from dspark_jax.loading import DSpark, Model
+from dspark_jax.platform import jit
+
+
+def new_cache(model: Model, batch: int = 1) -> Cache:
+    """An empty cache for `batch` streams."""
+    limits = model.limits
+    return caches.new_cache(model.config, batch, limits.max_seq_len, limits.rows, jnp.dtype(model.numerics.dtype))
+
+
+def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Array, Cache]:
+    """Computes the first valid [B] of tokens [B, T] at positions `cache.position` on, and writes their slots; the position stays.
+
+    Returns logits [B, T, V] float32, captured hidden [B, T, N*D], and the written cache. Row i sees positions up to its own only.
+    Outputs of rows from `valid` on are undefined.
+
+    Raises PromptError for ids outside the vocabulary, more rows than the cache was made for, or rows beyond its end.
+    """
+    tokens, valid = np.asarray(tokens, np.int32), np.asarray(valid, np.int32)
+    check_rows(model, cache, tokens, valid)
+    width = max(tokens.shape[1], model.limits.fewest)
+    padded = np.pad(tokens, [(0, 0), (0, width - tokens.shape[1])])
+    logits, hidden, cache = _program(model, "extend")(model.split[1], cache, padded, valid)
+    return logits[:, :tokens.shape[1]], hidden[:, :tokens.shape[1]], cache
+
+
+def commit(cache: Cache, n) -> Cache:
+    """Adds n [B] to the position and does nothing else; 0 <= n <= the valid rows of the last extend."""
+    return caches.commit(cache, jnp.asarray(n, jnp.int32))
+
+
+def prefill(model: Model, tokens: list[int]) -> tuple[jax.Array, jax.Array, Cache]:
+    """One stream of any length from an empty cache: logits [1, S, V], hidden [1, S, N*D], and the cache committed at S."""
+    check_ids(model, tokens)
+    if len(tokens) > model.limits.max_seq_len:
+        raise PromptError(f"{len(tokens)} tokens do not fit into max_seq_len {model.limits.max_seq_len}; load with a larger one")
+    cache, chunk, outputs = new_cache(model), model.limits.prefill_chunk, []
+    for at in range(0, len(tokens), chunk):
+        part = np.asarray(tokens[at:at + chunk], np.int32)[None]
+        count = part.shape[1]
+        padded = np.pad(part, [(0, 0), (0, chunk - count)])
+        logits, hidden, cache = _program(model, "prefill")(model.split[1], cache, padded, np.array([count], np.int32))
+        outputs.append((logits[:, :count], hidden[:, :count]))
+        cache = commit(cache, [count])
+    logits, hidden = (jnp.concatenate(parts, axis=1) for parts in zip(*outputs))
+    return logits, hidden, cache
+
+
+def draft(model: Model, cache: Cache, token, hidden=None, count: int | None = None) -> Draft:
+    """Drafts from the anchor `token` [B], which stands at `cache.position` and is not computed yet; the seed is the position before.
+
+    hidden [B, N*D]: replaces the seed's captured hidden for this draft. count: only the leading drafts, at most the block size.
+    Returns a Draft: tokens [B, K], logits [B, K, V], confidence [B, K].
+    """
+    most = model.config.dspark_block_size
+    count = most if count is None else count
+    if not 1 <= count <= most:
+        raise ConfigError(f"count: {count} drafts asked for, dspark_block_size is {most}; use 1 to {most}")
+    token = np.asarray(token, np.int32)
+    check_ids(model, token.ravel())
+    if np.min(cache.position) < 1:
+        raise PromptError("draft: position 0 has no committed token before it; prefill at least one token first")
+    result = _program(model, "draft")(model.split[1], cache, token, hidden)
+    return jax.tree.map(lambda a: a[:, :count], result)
+
+
+def check_ids(model: Model, tokens) -> None:
+    """JAX would clamp an id outside the vocabulary without a word."""
+    tokens = np.asarray(tokens)
+    if tokens.size == 0:
+        raise PromptError("the prompt is empty: at least one token is needed")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise PromptError(f"token ids must be integers, got {tokens.dtype}")
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= model.config.vocab_size))
+    if wrong.size:
+        raise PromptError(f"token id {tokens.ravel()[wrong[0]]} at index {wrong[0]} is outside the vocabulary (0 to "
+                          f"{model.config.vocab_size - 1})")
+
+
+def check_rows(model: Model, cache: Cache, tokens: np.ndarray, valid: np.ndarray) -> None:
+    batch = cache.position.shape[0]
+    if tokens.ndim != 2 or tokens.shape[0] != batch or valid.shape != (batch,):
+        raise PromptError(f"extend: tokens {tokens.shape} and valid {valid.shape} do not fit a cache of {batch} streams; "
+                          f"they must be [{batch}, T] and [{batch}]")
+    if tokens.shape[1] > model.limits.rows:
+        raise PromptError(f"extend: {tokens.shape[1]} rows in one call, the cache was made for at most {model.limits.rows}")
+    if (valid < 0).any() or (valid > tokens.shape[1]).any():
+        raise PromptError(f"extend: valid {valid.tolist()} must lie between 0 and the {tokens.shape[1]} rows given")
+    check_ids(model, tokens)
+    ends = np.asarray(cache.position) + valid
+    if (ends > model.limits.max_seq_len).any():
+        raise PromptError(f"extend: rows up to position {int(ends.max()) - 1} do not fit into max_seq_len {model.limits.max_seq_len}")
+
+
+def extend_step(module: DSpark, cache: Cache, tokens: jax.Array, valid: jax.Array, regime: str):
+    """Main model and priming of the drafter: y [B, T, D] before the head, hidden [B, T, N*D], cache."""
+    y, hidden, cache, rows = module.main.extend(cache, tokens, valid, regime)
+    return y, hidden, module.drafter.prime(cache, hidden, rows)
+
+
+def _extend(graphdef, regime, state, cache, tokens, valid):
+    module = nnx.merge(graphdef, state)
+    y, hidden, cache = extend_step(module, cache, tokens, valid, regime)
+    return module.main.logits(y), hidden, cache
+
+
+def _draft(graphdef, state, cache, token, hidden):
+    module = nnx.merge(graphdef, state)
+    return module.drafter.draft(module.main, cache, token, hidden)
+
+
+def _program(model: Model, name: str):
+    return _compiled(model.split[0], name)
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled(graphdef: nnx.GraphDef, name: str):
+    """One jitted function per structure of model, so that models of one config share their compiled programs."""
+    function = {"extend": functools.partial(_extend, graphdef, "decode"),
+                "prefill": functools.partial(_extend, graphdef, "prefill"),
+                "draft": functools.partial(_draft, graphdef)}[name]
+    return jit(function)

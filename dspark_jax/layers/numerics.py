@@ -1,0 +1,35 @@
+"""Precision of a model, and the two products everything is built from."""
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.activation import act_quant
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """dtype: compute dtype name, "float32" or "bfloat16". activation_quant: simulate the official FP8/FP4 activation quantisation."""
+
+    dtype: str = "float32"
+    activation_quant: bool = True
+
+    def quantise(self, x: jax.Array, block: int) -> jax.Array:
+        return act_quant(x, block) if self.activation_quant else x
+
+    def linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """A linear whose weight is stored FP8 (spec section 3, lin). x [..., K], weight [N, K] -> [..., N] in the compute dtype."""
+        return dot(self.quantise(x, 128), weight).astype(self.dtype)
+
+
+def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., K] times weight [N, K] transposed -> [..., N] float32, accumulated in float32."""
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision(x),
+                               preferred_element_type=jnp.float32)
+
+
+def precision(x: jax.Array):
+    """float32 operands are multiplied as float32 on every backend; bfloat16 ones need nothing said."""
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
