@@ -95,7 +95,7 @@ def drive(config, rounds, block, batch, seed):
 
 @pytest.mark.parametrize("block", [1, 5, 8])
 @pytest.mark.parametrize(
-    "numbers", [{}, {"margin": 1.0, "min_draft": 3, "plain_ms": 330}, {"draft_ms": 20, "decay": 0.5, "margin": 0.9}]
+    "numbers", [{}, {"margin": 1.0, "min_draft": 3, "plain_ms": 331}, {"draft_ms": 20, "decay": 0.5, "margin": 0.9}]
 )
 def test_random_rounds_equal_the_loop_reference(numbers, block):
     config = dataclasses.replace(ON, **numbers)
@@ -196,7 +196,7 @@ def test_a_skipped_round_observes_and_decays_nothing():
     before = state_with([4] * 6, [8] * 6, batch=3)
     state = gate.observe(ON, before, jnp.zeros((3, 5)), [0, 0, 0], [0, 0, 0])
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, state))
-    state = gate.note_skipped(state, [True, True, False], [True, False, False])
+    state = gate.note_skipped(state, [True, True, False], [True, False, True])
     assert state.matches.tolist() == before.matches.tolist() and state.observed.tolist() == before.observed.tolist()
     assert state.rounds.tolist() == [1, 1, 0] and state.skipped.tolist() == [1, 1, 0]
     assert state.margin_skipped.tolist() == [1, 0, 0] and state.truncated.tolist() == [0, 0, 0]
@@ -205,13 +205,13 @@ def test_a_skipped_round_observes_and_decays_nothing():
 @pytest.mark.parametrize(
     "config, skipped",
     [
-        (gate.GateConfig(margin_threshold=1.0), [False, False, False, False]),
-        (dataclasses.replace(ON, margin_threshold=0.0), [False, False, False, False]),
-        (dataclasses.replace(ON, margin_threshold=1.0), [True, False, False, False]),
+        (gate.GateConfig(margin_threshold=1.0), [False] * 5),
+        (dataclasses.replace(ON, margin_threshold=0.0), [False] * 5),
+        (dataclasses.replace(ON, margin_threshold=1.0), [True, True, False, False, False]),
     ],
 )
 def test_margin_skip_needs_the_gate_a_threshold_and_a_smaller_margin(config, skipped):
-    assert gate.margin_skip(config, jnp.asarray([0.99, 1.0, 1.01, jnp.nan])).tolist() == skipped
+    assert gate.margin_skip(config, jnp.asarray([-1.0, 0.99, 1.0, 1.01, jnp.nan])).tolist() == skipped
 
 
 def test_a_batch_equals_its_solo_streams_bit_for_bit():
