@@ -46,8 +46,8 @@ def block(p, c, ratio, hashed):
 def attention(p, c, ratio):
     d, q, heads = c.hidden_size, c.q_lora_rank, c.num_attention_heads * c.head_dim
     out = [(p + "attn_sink", (c.num_attention_heads,), "f32"), (p + "wq_a", (q, d), "fp8"), (p + "wq_b", (heads, q), "fp8"),
-           (p + "wkv", (c.head_dim, d), "fp8"), (p + "q_norm.weight", (q,), "bf16"), (p + "kv_norm.weight", (c.head_dim,), "bf16"),
-           (p + "wo_a", (c.o_groups * c.o_lora_rank, heads // c.o_groups), "fp8"),
+           (p + "wkv", (c.head_dim, d), "fp8"), (p + "q_norm.weight", (q,), "bf16"),
+           (p + "kv_norm.weight", (c.head_dim,), "bf16"), (p + "wo_a", (c.o_groups * c.o_lora_rank, heads // c.o_groups), "fp8"),
            (p + "wo_b", (d, c.o_groups * c.o_lora_rank), "fp8")]
     if ratio:
         out += compressor(p + "compressor.", d, c.head_dim, ratio)

@@ -13,9 +13,10 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 # The inference config of V4-Flash-0731 in the keys of the reference code, which leaves norm_eps and hc_eps to its defaults.
 REFERENCE = {
-    "vocab_size": 129280, "dim": 4096, "moe_inter_dim": 2048, "n_layers": 43, "n_hash_layers": 3, "n_mtp_layers": 3, "n_heads": 64,
-    "n_routed_experts": 256, "n_shared_experts": 1, "n_activated_experts": 6, "score_func": "sqrtsoftplus", "route_scale": 1.5,
-    "swiglu_limit": 10.0, "q_lora_rank": 1024, "head_dim": 512, "rope_head_dim": 64, "o_groups": 8, "o_lora_rank": 1024,
+    "vocab_size": 129280, "dim": 4096, "moe_inter_dim": 2048, "n_layers": 43, "n_hash_layers": 3, "n_mtp_layers": 3,
+    "n_heads": 64, "n_routed_experts": 256, "n_shared_experts": 1, "n_activated_experts": 6, "score_func": "sqrtsoftplus",
+    "route_scale": 1.5, "swiglu_limit": 10.0, "q_lora_rank": 1024, "head_dim": 512, "rope_head_dim": 64, "o_groups": 8,
+    "o_lora_rank": 1024,
     "window_size": 128, "original_seq_len": 65536, "rope_theta": 10000, "rope_factor": 16, "beta_fast": 32, "beta_slow": 1,
     "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "hc_mult": 4, "hc_sinkhorn_iters": 20, "dtype": "fp8",
     "scale_fmt": "ue8m0", "expert_dtype": "fp4", "compress_rope_theta": 160000,

@@ -1,0 +1,50 @@
+"""Small checkpoint directories for the tests, and ways to damage them."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+import official_table
+from checkpoints.official import SINGLE, TensorSpec
+from checkpoints.safetensors_file import SafetensorsFile
+from checkpoints.writer import write_official
+from dspark_jax.config import ModelConfig
+
+GOLDENS = Path(__file__).parent / "goldens"
+CONFIG = ModelConfig.from_file(GOLDENS)
+SPECS = official_table.expected(CONFIG)
+SMALL = [TensorSpec("embed.weight", (6, 10), "bf16"), TensorSpec("layers.0.w", (200, 300), "fp8"),
+         TensorSpec("e", (7, 96), "fp4"), TensorSpec("ids", (5, 2), "i64", 8), TensorSpec("base", (3,), "f32")]
+
+
+def values_for(spec, seed=0):
+    rng = np.random.default_rng(seed)
+    if spec.storage == "i64":
+        return rng.integers(0, spec.limit, spec.shape)
+    return rng.standard_normal(spec.shape).astype(np.float32) * np.float32(0.3)
+
+
+def write_small(directory, specs=SMALL, **options):
+    write_official(directory, CONFIG.to_dict(), [(spec, values_for(spec)) for spec in specs], **options)
+    return directory
+
+
+def edit_header(path, change):
+    """Rewrites the header of the file at `path` (padded to the old length if it got shorter) after `change(header)`."""
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8:8 + length])
+    header = change(header) or header
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length:])
+
+
+def poison(directory, name, index, byte):
+    """Overwrites one byte of a stored 8-bit tensor."""
+    file = SafetensorsFile(directory / SINGLE)
+    entry = file.entries[name]
+    with open(directory / SINGLE, "r+b") as out:
+        out.seek(entry.start + index[0] * entry.shape[1] + index[1])
+        out.write(bytes([byte]))
