@@ -1,0 +1,63 @@
+# Every target makes what it needs, so that each works as the first command on a machine with Python 3.11+ and make.
+#
+#   make demo            text from the embedded checkpoint; PROMPT="..." to choose the prompt
+#   make test            the test suite
+#   make parity          comparison with Hugging Face transformers (installs torch, CPU build pinned in pyproject.toml)
+#   make test-newest PYTHON=python3.13
+#                        the quick part of the suite on the newest jax that this Python can have, in .venv-newest
+#
+# PYTHON       interpreter that makes the virtual environment (python3)
+# EXTRAS       extras of pyproject.toml that `make test` installs; CI adds tpu-aot
+# PYTEST_ARGS  more arguments for pytest: make test PYTEST_ARGS="-k gate"
+# JOBS         test processes: a number, auto or 0 for none
+# PIP_ARGS     more arguments for pip install: PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+EXTRAS ?= test,train
+PYTEST_ARGS ?=
+JOBS ?= auto
+PIP_ARGS ?=
+PROMPT ?= def add(a, b):
+
+BIN := .venv/bin
+NEWEST := .venv-newest/bin
+
+# The tests run on CPU whatever the machine has.
+TEST_ENV := JAX_PLATFORMS=cpu
+PYTEST = -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+.PHONY: help demo test parity test-newest
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: .venv/.installed
+	$(BIN)/dspark generate "$(PROMPT)" --max-new-tokens 64
+
+test: .venv/.installed-$(EXTRAS)
+	$(TEST_ENV) $(BIN)/python $(PYTEST) --ignore=tests/parity tests
+
+# One environment for test and parity: jax is the larger part of both, and the same jax should be measured by both.
+parity: .venv/.installed-test,parity
+	$(TEST_ENV) $(BIN)/python $(PYTEST) tests/parity
+
+test-newest: .venv-newest/.installed
+	$(TEST_ENV) $(NEWEST)/python $(PYTEST) -m "not slow" --ignore=tests/parity tests
+
+.venv/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e .
+	@touch $@
+
+.venv/.installed-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e ".[$*]"
+	@touch $@
+
+.venv-newest/.installed: pyproject.toml | $(NEWEST)/python
+	$(NEWEST)/python -m pip install -q $(PIP_ARGS) --upgrade --upgrade-strategy eager -e ".[test,train]"
+	@touch $@
+
+$(BIN)/python $(NEWEST)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is absent or older than 3.11; choose another: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(@D:/bin=) || { rm -rf $(@D:/bin=); exit 1; }
