@@ -1,14 +1,15 @@
 """Small checkpoint directories for the tests, and ways to damage them."""
 
 import json
+import math
 import struct
 from pathlib import Path
 
 import numpy as np
 
 import official_table
-from checkpoints.official import SINGLE, TensorSpec
-from checkpoints.safetensors_file import SafetensorsFile
+from checkpoints.official import INDEX, SINGLE, TensorSpec
+from checkpoints.safetensors_file import BITS, SafetensorsFile
 from checkpoints.writer import write_official
 from dspark_jax.config import ModelConfig
 
@@ -48,3 +49,22 @@ def poison(directory, name, index, byte):
     with open(directory / SINGLE, "r+b") as out:
         out.seek(entry.start + index[0] * entry.shape[1] + index[1])
         out.write(bytes([byte]))
+
+
+def hollow_checkpoint(directory, config, shards):
+    """An official checkpoint of any size with sound headers and no data: its files are sparse and take no room."""
+    stored = [item for spec in official_table.expected(config) for item in spec.stored().items()]
+    size, weight_map = -(-len(stored) // shards), {}
+    for i in range(shards):
+        name, header, end = f"model-{i + 1:05d}-of-{shards:05d}.safetensors", {}, 0
+        for tensor, (dtypes, shape) in stored[i * size:(i + 1) * size]:
+            stop = end + math.prod(shape) * BITS[dtypes[0]] // 8
+            header[tensor] = {"dtype": dtypes[0], "shape": shape, "data_offsets": [end, stop]}
+            weight_map[tensor], end = name, stop
+        text = json.dumps(header).encode()
+        with open(directory / name, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "config.json").write_text(json.dumps(config.to_dict()))
+    return directory

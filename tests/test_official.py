@@ -15,8 +15,9 @@ from checkpoints import formats
 from checkpoints.official import SINGLE, OfficialCheckpoint, TensorSpec
 from checkpoints.safetensors_file import SafetensorsFile
 from checkpoints.writer import write_official
-from dspark_jax.config import ModelConfig, v4_flash_0731
+from dspark_jax.config import ModelConfig, tiny, v4_flash_0731
 from dspark_jax.errors import CheckpointError
+from dspark_jax.loading import expected_tensors
 from official_files import CONFIG, GOLDENS, SMALL, SPECS, poison, values_for, write_small
 
 
@@ -115,6 +116,12 @@ def test_every_golden_tensor_is_claimed_once():
         assert checkpoint.kind == "dspark"
         assert sorted(name for spec in SPECS for name in spec.stored()) == checkpoint.names()
         assert ModelConfig.from_dict(checkpoint.config_dict) == CONFIG
+
+
+def test_the_model_declares_exactly_the_table():
+    for config in (CONFIG, tiny()):
+        declared = {(spec.name, tuple(spec.shape), spec.storage) for spec in expected_tensors(config).values()}
+        assert declared == {(spec.name, spec.shape, spec.storage) for spec in official_table.expected(config)}
 
 
 def test_the_table_gives_the_stage_sizes_of_the_real_checkpoint():

@@ -1,0 +1,185 @@
+"""`dspark inspect DIR`: what a checkpoint holds, from its headers alone: config, parameters and bytes by part and precision.
+
+A stored number is one parameter (a packed byte holds two); scales count as bytes of the tensor that they belong to.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from checkpoints.official import OfficialCheckpoint
+from dspark_jax.config import ModelConfig
+from dspark_jax.errors import DsparkError
+
+# The first pattern that begins the name, after the prefix of its layer or stage, decides.
+PARTS = (("embed.", "embedding"), ("head.", "head"), ("norm.", "head"), ("hc_head_", "head"), ("main_", "main projection"),
+         ("markov_head.", "Markov head"), ("confidence_head.", "confidence head"), ("hc_", "hyper-connections"),
+         ("attn_norm.", "norms"), ("ffn_norm.", "norms"), ("attn.indexer.", "indexer"), ("attn.compressor.", "compressor"),
+         ("attn.", "attention"), ("ffn.experts.", "routed experts"), ("ffn.shared_experts.", "shared expert"),
+         ("ffn.gate.", "gate"))
+OTHER = "other"
+PRECISIONS = {"BF16": "bf16", "F32": "f32", "I64": "i64", "F8_E4M3": "fp8", "I8": "fp4", "U8": "fp4"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of the model in one precision. module: "main" or "drafter". parameters: a count. bytes: stored, with scales."""
+
+    module: str
+    part: str
+    precision: str
+    parameters: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What `inspect_checkpoint` found.
+
+    kind: the draft module that the tensor names show, as OfficialCheckpoint.kind says. config: None when it was refused.
+    problem: why the checkpoint cannot be loaded, as far as config and names show it; None when nothing is wrong with them.
+    files: how many hold tensors. tensors: stored tensors, scales included. parts: in the order of the forward pass.
+    """
+
+    path: str
+    kind: str
+    files: int
+    tensors: int
+    parts: tuple[Part, ...]
+    config: ModelConfig | None
+    problem: str | None
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.parameters for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def by_precision(self) -> dict[str, dict[str, int]]:
+        """Precision -> parameters and bytes."""
+        out: dict[str, dict[str, int]] = {}
+        for part in self.parts:
+            total = out.setdefault(part.precision, {"parameters": 0, "bytes": 0})
+            total["parameters"] += part.parameters
+            total["bytes"] += part.bytes
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        return {"path": self.path, "kind": self.kind, "files": self.files, "tensors": self.tensors, "parameters": self.parameters,
+                "bytes": self.bytes, "parts": [dataclasses.asdict(part) for part in self.parts],
+                "precisions": self.by_precision(), "problem": self.problem,
+                "config": None if self.config is None else self.config.to_dict()}
+
+
+def inspect_checkpoint(path: str | Path) -> Summary:
+    """Reads the headers and config.json of the checkpoint at `path`. Damaged files raise CheckpointError."""
+    with OfficialCheckpoint.open(path) as checkpoint:
+        parameters, sizes = Counter(), Counter()
+        stored = set(checkpoint.names())
+        for name in stored:
+            entry, owner = checkpoint.entry(name), name.removesuffix(".scale") + ".weight"
+            if owner != name + ".weight" and owner in stored:  # a scale: its bytes belong to the weight
+                sizes[_key(owner, checkpoint.entry(owner).dtype)] += entry.nbytes
+                continue
+            key = _key(name, entry.dtype)
+            parameters[key] += math.prod(entry.shape) * (2 if key[2] == "fp4" else 1)
+            sizes[key] += entry.nbytes
+        config, problem = _config(checkpoint)
+        parts = tuple(Part(*key, parameters[key], sizes[key]) for key in sorted(sizes, key=_rank))
+        return Summary(str(path), checkpoint.kind, len(checkpoint.files), len(stored), parts, config, problem)
+
+
+def _config(checkpoint: OfficialCheckpoint) -> tuple[ModelConfig | None, str | None]:
+    try:
+        config = ModelConfig.from_dict(checkpoint.config_dict, f"{checkpoint.path}/config.json")
+    except DsparkError as error:
+        return None, str(error)
+    return config, None if checkpoint.kind == "dspark" else f"the tensors show no DSpark draft module (kind: {checkpoint.kind})"
+
+
+def _key(name: str, dtype: str) -> tuple[str, str, str]:
+    """(module, part, precision) of a stored tensor."""
+    pieces = name.split(".")
+    drafter = pieces[0] == "mtp"
+    rest = ".".join(pieces[2:]) if pieces[0] in ("layers", "mtp") else name
+    part = next((part for pattern, part in PARTS if rest.startswith(pattern)), OTHER)
+    return "drafter" if drafter else "main", part, PRECISIONS.get(dtype, dtype.lower())
+
+
+def _rank(key: tuple[str, str, str]) -> tuple:
+    order = ("embedding", "main projection", "hyper-connections", "norms", "attention", "compressor", "indexer", "gate",
+             "routed experts", "shared expert", "head", "Markov head", "confidence head", OTHER)
+    return key[0] == "drafter", order.index(key[1]), key[2]
+
+
+def print_summary(summary: Summary) -> None:
+    """The summary as a table on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(f"[bold]{summary.path}[/]: {summary.kind}, {summary.tensors:,} tensors in {summary.files} "
+                  f"file{'s' if summary.files > 1 else ''}, {summary.parameters:,} parameters, {_size(summary.bytes)}")
+    if summary.config is not None:
+        console.print(_config_line(summary.config))
+    table = Table("module", "part", "precision", box=None, header_style="bold")
+    for title in ("parameters", "bytes", "share"):
+        table.add_column(title, justify="right")
+    for part in summary.parts:
+        table.add_row(part.module, part.part, part.precision, f"{part.parameters:,}", _size(part.bytes),
+                      f"{part.bytes / summary.bytes:.1%}")
+    table.add_section()
+    for precision, total in summary.by_precision().items():
+        table.add_row("all", "", precision, f"{total['parameters']:,}", _size(total["bytes"]),
+                      f"{total['bytes'] / summary.bytes:.1%}")
+    console.print(table)
+    if summary.problem is not None:
+        console.print(f"cannot be loaded: {summary.problem}", style="red", markup=False)
+
+
+def _config_line(c: ModelConfig) -> str:
+    ratios = ", ".join(f"{count} of ratio {ratio}" for ratio, count in
+                       sorted(Counter(c.compress_ratios[:c.num_hidden_layers]).items()))
+    return (f"{c.num_hidden_layers} layers ({ratios}; {c.num_hash_layers} hash-routed) of width {c.hidden_size}, "
+            f"{c.num_attention_heads} heads of {c.head_dim}, {c.n_routed_experts} experts, {c.num_experts_per_tok} a token, "
+            f"vocabulary {c.vocab_size:,}, window {c.sliding_window}; {c.n_draft_stages} draft stages, block "
+            f"{c.dspark_block_size}, on layers {', '.join(map(str, c.dspark_target_layer_ids))}")
+
+
+def _size(count: int) -> str:
+    """Bytes with a decimal unit."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{count} B"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds `inspect` to the command line."""
+    parser = subparsers.add_parser("inspect", help="what a checkpoint holds: config, parameters and bytes by part and precision",
+                                   description="Reads config.json and the tensor headers of a checkpoint directory in the "
+                                               "official layout, no tensor. Exit status 1 when it could not be loaded.")
+    parser.add_argument("directory", metavar="DIR", help="checkpoint directory: config.json with model.safetensors or an index")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """`dspark inspect`. Returns the exit status."""
+    summary = inspect_checkpoint(args.directory)
+    if args.json:
+        print(json.dumps(summary.to_dict(), indent=2))
+    else:
+        print_summary(summary)
+    return 0 if summary.problem is None else 1
