@@ -143,9 +143,10 @@ def make_limits(config: ModelConfig, max_seq_len: int, prefill_chunk: int | None
     for name, value, most in (("max_seq_len", max_seq_len, MAX_POSITIONS), ("prefill_chunk", chunk, MAX_POSITIONS)):
         if not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
             raise ConfigError(f"{name}: {value!r} is not an integer from 1 to {most}")
-    fewest = fewest_rows(config.dspark_block_size)
-    chunk = max(int(chunk), fewest)
-    return Limits(int(max_seq_len), chunk, max(chunk, config.dspark_block_size + 1), fewest)
+    rows = max(int(chunk), config.dspark_block_size + 1)
+    group_width = config.num_attention_heads * config.head_dim // config.o_groups
+    fewest = fewest_rows(config.dspark_block_size, max(config.head_dim, config.sliding_window + rows, group_width))
+    return Limits(int(max_seq_len), max(int(chunk), fewest), rows, fewest)
 
 
 def read_tokenizer(path: Path, config: ModelConfig):

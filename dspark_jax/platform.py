@@ -1,11 +1,15 @@
 """What differs between backends: compiler options, and the fewest rows that a call may carry.
 
-A row's bits must not depend on how many rows a call carries. XLA's CPU backend picks the order of a reduction by shape in its YNNPACK
-fusions; with these off, any row count from 2 up gives the same bits. The option's name is not stable, so it is tried, and the promise
-is checked on a small program; where either fails, every call carries the rows of a whole verify block.
+A row's bits must not depend on how many rows a call carries. XLA's CPU backend picks the order of a sum by shape in its YNNPACK
+fusions, and its matrix product splits sums of more than 256 terms by shape (measured with jaxlib 0.10.2: 384 terms differ between 2
+and 6 rows, 256 never do). With the fusions off and long sums split by us, any row count from 2 up gives the same bits. The option's
+name is not stable, so it is tried, and the promise is checked on a small program; where either fails, every call carries the rows of a
+whole verify block.
 """
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 
 import jax
@@ -15,15 +19,40 @@ import numpy as np
 _FUSIONS_OFF = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
+_target: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
+
+
+def target() -> str:
+    """The platform that programs are traced for: "cpu", "gpu" or "tpu"; this process's own unless `compiling_for` says otherwise."""
+    return _target.get() or jax.default_backend()
+
+
+@contextlib.contextmanager
+def compiling_for(platform: str):
+    """Within it, programs are traced for another platform than this process runs on (to compile for a machine not at hand)."""
+    token = _target.set(platform)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
 def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return target() == "cpu"
+
+
+def longest_sum() -> int | None:
+    """Most terms that a product may sum in one go without its order depending on the number of rows; None: no limit."""
+    return 256 if on_cpu() else None
+
+
+def compiler_options() -> dict[str, str] | None:
+    """Options for `jax.jit` on this backend."""
+    return _cpu_options() if on_cpu() else None
 
 
 @functools.lru_cache(maxsize=None)
-def compiler_options() -> dict[str, str] | None:
-    """Options for `jax.jit` on this backend."""
-    if not on_cpu():
-        return None
+def _cpu_options() -> dict[str, str] | None:
     try:
         jax.jit(lambda x: x + 1, compiler_options=_FUSIONS_OFF)(jnp.zeros(2)).block_until_ready()
     except Exception:  # the exception's type for an unknown option differs between releases
@@ -33,13 +62,13 @@ def compiler_options() -> dict[str, str] | None:
 
 @functools.lru_cache(maxsize=None)
 def rows_agree() -> bool:
-    """Whether a probe (products, softmax, sums at model-like sizes) gives the same bits for 2, 6 and 64 rows."""
-    if compiler_options() is None:
+    """Whether a probe (products, softmax, sums at a small model's sizes) gives the same bits for 2, 6 and 64 rows on a CPU."""
+    if _cpu_options() is None:
         return False
     rng = np.random.default_rng(0)
-    x, w, v = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((64, 256), (384, 256), (128, 384)))
+    x, w, v = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((64, 256), (256, 256), (128, 256)))
 
-    @functools.partial(jax.jit, compiler_options=compiler_options())
+    @functools.partial(jax.jit, compiler_options=_cpu_options())
     def probe(x):
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
         return jax.nn.softmax(x @ w.T, axis=-1) @ v.T
@@ -48,9 +77,12 @@ def rows_agree() -> bool:
     return all(np.array_equal(whole[:rows], probe(x[:rows])) for rows in (2, 6))
 
 
-def fewest_rows(block_size: int) -> int:
-    """The row count of a one-token decode: what every smaller call is padded to."""
-    return 2 if rows_agree() else block_size + 1
+def fewest_rows(block_size: int, longest: int) -> int:
+    """The row count of a one-token decode: what every smaller call is padded to.
+
+    longest: the most terms summed in an attention product, which is not split (head width, ring slots, width of an output group).
+    """
+    return 2 if on_cpu() and rows_agree() and longest <= longest_sum() else block_size + 1
 
 
 def jit(function, **options):

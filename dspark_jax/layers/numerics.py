@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.platform import longest_sum
 from pallas_kernels.activation import act_quant
 
 
@@ -25,7 +26,18 @@ class Numerics:
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., K] times weight [N, K] transposed -> [..., N] float32, accumulated in float32."""
+    """x [..., K] times weight [N, K] transposed -> [..., N] float32, accumulated in float32.
+
+    Where a backend would split a long sum by the number of rows, it is split here instead, always at the same places.
+    """
+    width, step = x.shape[-1], longest_sum()
+    if step is None or width <= step:
+        return _dot(x, weight)
+    parts = [_dot(x[..., at:at + step], weight[:, at:at + step]) for at in range(0, width, step)]
+    return sum(parts[1:], parts[0])
+
+
+def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision(x),
                                preferred_element_type=jnp.float32)
 
