@@ -164,11 +164,12 @@ def v4_flash_0731() -> ModelConfig:
 def tiny() -> ModelConfig:
     """The checkpoint that this project trains and ships; every size that shards divides by 4."""
     return dataclasses.replace(
-        v4_flash_0731(), vocab_size=1024, hidden_size=128, num_hidden_layers=7, num_attention_heads=4, head_dim=128,
-        q_lora_rank=128, o_groups=4, o_lora_rank=32, sliding_window=64, index_n_heads=4, index_head_dim=64, index_topk=64,
-        num_hash_layers=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
-        compress_ratios=(0, 0, 4, 32, 4, 32, 4) + (0, 0, 0), dspark_markov_rank=64, dspark_noise_token_id=1023,
-        dspark_target_layer_ids=(4, 5, 6))
+        v4_flash_0731(), vocab_size=1024, hidden_size=128, num_hidden_layers=6, num_attention_heads=4, head_dim=96,
+        qk_rope_head_dim=32, q_lora_rank=128, o_groups=4, o_lora_rank=32, sliding_window=64, index_n_heads=4, index_head_dim=32,
+        index_topk=64, num_hash_layers=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
+        rope_scaling=RopeScaling(4.0, 1024, 32.0, 1.0), compress_ratios=(0, 0, 4, 32, 4, 32) + (0, 0, 0), dspark_markov_rank=64,
+        dspark_noise_token_id=1, dspark_target_layer_ids=(3, 4, 5), bos_token_id=None, eos_token_id=(0,),
+        max_position_embeddings=4096)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -64,6 +64,10 @@ def test_round_trip_and_hash(config):
     assert hash(config) == hash(dataclasses.replace(config))
 
 
+def test_the_tiny_preset_is_the_shipped_checkpoint():
+    assert ModelConfig.from_file(GOLDENS.parent.parent / "checkpoints" / "tiny") == tiny()
+
+
 def test_keys_without_effect_are_accepted():
     extra = {"architectures": ["Any"], "transformers_version": "5", "torch_dtype": "float16", "initializer_range": 1.0,
              "use_cache": False, "attention_dropout": 0.5}
