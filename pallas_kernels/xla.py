@@ -1,10 +1,13 @@
 """The routed experts in plain XLA: what runs on CPU, and what training differentiates.
 
-Tiles of rows that share an expert (`routing`) are multiplied one after the other under a dynamic trip count, so that time goes with the
-active experts. Small experts in the prefill regime instead take all tiles in one batched matmul, which is faster for
-thousands of rows and has a gradient.
+Tiles of rows that share an expert (`routing`) are computed one after the other under a dynamic trip count, so that time goes with the
+active experts. How a tile is multiplied depends on the expert's width alone, never on the number of rows:
 
-Experts may be dequantised floats or packed FP4.
+* narrow experts (up to 512 columns): a GEMM of the tile against the expert. In the prefill regime all tiles go in one batched
+  matmul, which has a gradient and is fast for thousands of rows; experts must then be dequantised;
+* wide experts: one row a tile, as a multiplication and a reduction that XLA fuses with the slice that picks the expert (and with the
+  FP4 arithmetic if the expert is packed), so that the expert is read once, in place. A GEMM would first copy the slice
+  (67 MB for one real expert) and then repack it: measured, that takes longer than 20 fused rows.
 """
 import jax
 import jax.numpy as jnp
@@ -14,11 +17,18 @@ from pallas_kernels.expert import gated, maybe_quantise
 
 DECODE_TILE = 8
 PREFILL_TILE = 64
-# Experts up to this many weights are gathered per tile and batched; beyond it a copy of an expert per tile would not fit.
-BATCHED_EXPERT_SIZE = 1 << 20
+WIDEST_GEMM = 512
+# The fused reduction's inner shape: 8 terms are added per lane, 16 lanes are one AVX-512 register. Other shapes were 3-5 times slower.
+TERMS, LANES = 8, 16
 
 
-def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+def _is_wide(experts) -> bool:
+    width, inner = experts.w2.shape[1], experts.w13.shape[1] // 2
+    step = TERMS * LANES * (1 if experts.s13 is None else 2)
+    return max(width, inner) > WIDEST_GEMM and width % step == 0 and inner % step == 0
+
+
+def _gemm(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [..., R, K], w [..., N, K] to f32 [..., R, N]."""
     batch = tuple(range(x.ndim - 2))
     dims = (((x.ndim - 1,), (w.ndim - 1,)), (batch, batch))
@@ -27,39 +37,81 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _tile(x, weight, w13, w2, swiglu_limit, activation_quant):
     """One tile or a batch of them: x [..., R, D], weight [..., R, 1], w13 [..., 2F, D], w2 [..., D, F] to f32 [..., R, D]."""
-    hidden = gated(_dot(x, w13), weight, swiglu_limit)
-    return _dot(maybe_quantise(hidden, activation_quant).astype(x.dtype), w2)
-
-
-def _experts_at(experts, index):
-    """Dequantised (w13, w2) of one local expert."""
-    take = lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False)
-    if experts.s13 is None:
-        return take(experts.w13), take(experts.w2)
-    return fp4.dequantise(take(experts.w13), take(experts.s13)), fp4.dequantise(take(experts.w2), take(experts.s2))
-
-
-def _looped(tiles, weight, experts, plan, swiglu_limit, activation_quant):
-    def body(i, out):
-        w13, w2 = _experts_at(experts, plan.tile_expert[i])
-        y = _tile(tiles[i], weight[i], w13, w2, swiglu_limit, activation_quant)
-        return jax.lax.dynamic_update_index_in_dim(out, y, i, 0)
-
-    return jax.lax.fori_loop(0, plan.n_tiles, body, jnp.zeros(tiles.shape, jnp.float32))
+    hidden = gated(_gemm(x, w13), weight, swiglu_limit)
+    return _gemm(maybe_quantise(hidden, activation_quant).astype(x.dtype), w2)
 
 
 def _batched(tiles, weight, experts, plan, swiglu_limit, activation_quant):
     return _tile(tiles, weight, experts.w13[plan.tile_expert], experts.w2[plan.tile_expert], swiglu_limit, activation_quant)
 
 
+def _looped(tiles, plan, one_tile):
+    """one_tile(i) gives f32 [R, D]; runs the active tiles only."""
+    body = lambda i, out: jax.lax.dynamic_update_index_in_dim(out, one_tile(i), i, 0)
+    return jax.lax.fori_loop(0, plan.n_tiles, body, jnp.zeros(tiles.shape, jnp.float32))
+
+
+def _narrow(tiles, weight, experts, plan, swiglu_limit, activation_quant):
+    def one_tile(i):
+        take = lambda a: jax.lax.dynamic_index_in_dim(a, plan.tile_expert[i], keepdims=False)
+        if experts.s13 is None:
+            w13, w2 = take(experts.w13), take(experts.w2)
+        else:
+            w13 = fp4.dequantise(take(experts.w13), take(experts.s13))
+            w2 = fp4.dequantise(take(experts.w2), take(experts.s2))
+        return _tile(tiles[i], weight[i], w13, w2, swiglu_limit, activation_quant)
+
+    return _looped(tiles, plan, one_tile)
+
+
+def _fused_dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    """f32 x [K], float w [N, K] to f32 [N]: TERMS products per lane, then the lanes. w may be an unmaterialised slice."""
+    terms = w.reshape(w.shape[0], -1, TERMS, LANES).astype(jnp.float32)
+    xs = x.reshape(-1, TERMS, LANES)
+    return _sum_lanes([terms[:, :, t] * xs[:, t] for t in range(TERMS)])
+
+
+def _fused_dot_packed(x: jax.Array, packed: jax.Array, scales: jax.Array) -> jax.Array:
+    """f32 x [K], uint8 packed [N, K/2], uint8 scales [N, K/32] to f32 [N]; a lane holds one byte, and 16 bytes share a scale."""
+    rows = packed.shape[0]
+    even, odd = (x.reshape(-1, 2)[:, half].reshape(-1, TERMS, LANES) for half in (0, 1))
+    codes = packed.reshape(rows, -1, TERMS, LANES)
+    doubled = fp4.decode_e8m0(scales.reshape(rows, -1, TERMS, 1))
+    terms = []
+    for t in range(TERMS):
+        low, high = fp4.decode_e2m1(codes[:, :, t] & 15), fp4.decode_e2m1(codes[:, :, t] >> 4)
+        terms.append((low * even[:, t] + high * odd[:, t]) * 0.5 * doubled[:, :, t])
+    return _sum_lanes(terms)
+
+
+def _sum_lanes(terms):
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return jnp.sum(total.reshape(total.shape[0], -1), axis=-1)
+
+
+def _wide(tiles, weight, experts, plan, swiglu_limit, activation_quant):
+    def one_tile(i):
+        def dot(x, w, s):
+            take = lambda a: jax.lax.dynamic_index_in_dim(a, plan.tile_expert[i], keepdims=False)
+            return _fused_dot(x, take(w)) if s is None else _fused_dot_packed(x, take(w), take(s))
+
+        hidden = gated(dot(tiles[i, 0].astype(jnp.float32), experts.w13, experts.s13), weight[i, 0], swiglu_limit)
+        hidden = maybe_quantise(hidden, activation_quant).astype(tiles.dtype).astype(jnp.float32)
+        return dot(hidden, experts.w2, experts.s2)[None]
+
+    return _looped(tiles, plan, one_tile)
+
+
 def moe_fp4_xla(x, ids, weights, mask, experts, *, swiglu_limit, first_expert, activation_quant, regime):
     """See `pallas_kernels.moe.moe_fp4`."""
-    held = experts.w2.shape[0]
-    tile = DECODE_TILE if regime == "decode" else PREFILL_TILE
-    plan = routing.schedule(ids, mask, first_expert, held, tile)
+    wide = _is_wide(experts)
+    batched = regime == "prefill" and experts.s13 is None and not wide
+    tile = 1 if wide else PREFILL_TILE if regime == "prefill" else DECODE_TILE
+    plan = routing.schedule(ids, mask, first_expert, experts.w2.shape[0], tile)
     tiles = routing.to_tiles(maybe_quantise(x, activation_quant), plan)
     weight = routing.to_tiles(weights.reshape(-1, 1).astype(jnp.float32), plan)
-    small = experts.s13 is None and experts.w13[0].size <= BATCHED_EXPERT_SIZE
-    run = _batched if regime == "prefill" and small else _looped
+    run = _batched if batched else _wide if wide else _narrow
     out = run(tiles, weight, experts, plan, swiglu_limit, activation_quant)
     return routing.sum_routes(routing.from_tiles(out, plan), x.shape[0])
