@@ -5,12 +5,16 @@ official storage holds before either side sees it, so both compute with identica
 module, so the `mtp.*` tensors only make the checkpoint complete.
 """
 from contextlib import contextmanager
+from copy import deepcopy
 
 import numpy as np
 import torch
-from convert import from_official, to_official
-from storage import snap
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
+
+from .convert import from_official, to_official
+from .storage import snap
+
+torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 _KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention"}
 _UNKNOWN_TO_HF = ("compress_ratios", "quantization_config", "expert_dtype", "torch_dtype", "transformers_version", "n_mtp_layers",
@@ -23,7 +27,8 @@ def hf_config(config):
     other = {ratio for ratio in ratios if ratio not in _KINDS} or {128}
     if len(other) > 1:
         raise ValueError(f"Hugging Face allows one ratio besides 0 and 4 in a model, got {sorted(other)}")
-    rest = {key: value for key, value in config.items() if key not in _UNKNOWN_TO_HF and not key.startswith("dspark_")}
+    # A copy: Hugging Face adds keys to the nested dicts it is given.
+    rest = {key: deepcopy(value) for key, value in config.items() if key not in _UNKNOWN_TO_HF and not key.startswith("dspark_")}
     result = DeepseekV4Config(
         **rest, layer_types=[_KINDS.get(ratio, "heavily_compressed_attention") for ratio in ratios],
         compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": other.pop()})

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import hf
-from patterns import PATTERNS
-from storage import read_official
-
 import dspark_jax as dspark
 from checkpoints.official import TensorSpec
 from checkpoints.writer import write_official
+
+from . import hf
+from .patterns import PATTERNS
+from .storage import read_official
 
 LIMIT = 1e-4  # largest absolute difference of a logit; logits have rms ~1
 SEED = 2  # every choice of experts and entries is clear with it: see test_choices_of_this_seed_are_clear
@@ -129,10 +129,11 @@ def test_blocks_with_rejected_rows(pair, measured):
         at, right = at + right, right % pair.block + 1
 
 
+@pytest.mark.parametrize("pair", ["golden", "other shapes"], indirect=True)
 def test_every_disturbed_tensor_is_noticed(pair):
     """Each tensor of the Hugging Face model in turn with its rows moved by one (experts swapped, heads shifted, ...): never < LIMIT.
 
-    The longest prompt is compared once with our logits; tensors with a single row are negated instead.
+    Tensors with a single row are negated instead. These two patterns have every kind of tensor.
     """
     ours = np.asarray(dspark.prefill(pair.ours, pair.ids)[0])[0]
     assert worst(ours, hf.full_forward(pair.theirs, pair.ids)) < LIMIT
@@ -141,7 +142,7 @@ def test_every_disturbed_tensor_is_noticed(pair):
 
 
 def test_one_swapped_expert_is_noticed(pair):
-    """Two experts of the last layer exchanged in the files, nothing else: our logits must leave theirs."""
+    """Two experts of the last layer exchanged on one side, nothing else: the logits must part, and agree again when it is undone."""
     ours = np.asarray(dspark.prefill(pair.ours, pair.ids)[0])[0]
     last = len(pair.pattern.ratios) - 1
     with hf.swapped_experts(pair.theirs, last, 0, 1):

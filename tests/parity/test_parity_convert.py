@@ -8,11 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import hf
-from convert import from_official, to_official
-from patterns import PATTERNS
 from safetensors.numpy import load_file, save_file
-from storage import read_official, snap
+
+from . import hf
+from .convert import from_official, to_official
+from .patterns import PATTERNS
+from .storage import read_official, snap
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
