@@ -10,20 +10,26 @@
 # EXTRAS       extras of pyproject.toml that `make test` installs; CI adds tpu-aot
 # PYTEST_ARGS  more arguments for pytest: make test PYTEST_ARGS="-k gate"
 # JOBS         test processes: a number, auto or 0 for none
+# CACHE        folder of compiled programs, shared by the test processes and kept between runs; CACHE= for none
 # PIP_ARGS     more arguments for pip install: PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
 EXTRAS ?= test,train
 PYTEST_ARGS ?=
 JOBS ?= auto
+CACHE ?= $(CURDIR)/build/compiled
 PIP_ARGS ?=
 PROMPT ?= def add(a, b):
 
 BIN := .venv/bin
 NEWEST := .venv-newest/bin
 
-# The tests run on CPU whatever the machine has.
+# The tests run on CPU whatever the machine has. What takes XLA longer than half a second is compiled once: a program's key holds its
+# text, its options and the versions, and a cached program gives the same bits.
 TEST_ENV := JAX_PLATFORMS=cpu
+ifneq ($(CACHE),)
+TEST_ENV += JAX_COMPILATION_CACHE_DIR=$(CACHE) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.5
+endif
 PYTEST = -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: help demo test parity test-newest
