@@ -7,12 +7,11 @@ from pallas_kernels.activation import act_quant
 QUANT_BLOCK = 128
 
 
-def gated(hidden: jax.Array, weight: jax.Array, swiglu_limit: float) -> jax.Array:
-    """hidden f32 [..., 2F] (gate rows first) and the route weight f32 [..., 1] to f32 [..., F].
+def gated(gate: jax.Array, up: jax.Array, weight: jax.Array, swiglu_limit: float) -> jax.Array:
+    """The two branches f32 [..., F] and the route weight, broadcast against them, to the second GEMM's input f32 [..., F].
 
     The gate is clamped from above only; the weight multiplies here, before the second quantisation.
     """
-    gate, up = jnp.split(hidden, 2, axis=-1)
     gate = jnp.minimum(gate, swiglu_limit)
     up = jnp.clip(up, -swiglu_limit, swiglu_limit)
     return weight * (gate * jax.nn.sigmoid(gate) * up)

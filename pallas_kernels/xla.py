@@ -37,7 +37,7 @@ def _gemm(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _tile(x, weight, w13, w2, swiglu_limit, activation_quant):
     """One tile or a batch of them: x [..., R, D], weight [..., R, 1], w13 [..., 2F, D], w2 [..., D, F] to f32 [..., R, D]."""
-    hidden = gated(_gemm(x, w13), weight, swiglu_limit)
+    hidden = gated(*jnp.split(_gemm(x, w13), 2, axis=-1), weight, swiglu_limit)
     return _gemm(maybe_quantise(hidden, activation_quant).astype(x.dtype), w2)
 
 
@@ -97,7 +97,8 @@ def _wide(tiles, weight, experts, plan, swiglu_limit, activation_quant):
             take = lambda a: jax.lax.dynamic_index_in_dim(a, plan.tile_expert[i], keepdims=False)
             return _fused_dot(x, take(w)) if s is None else _fused_dot_packed(x, take(w), take(s))
 
-        hidden = gated(dot(tiles[i, 0].astype(jnp.float32), experts.w13, experts.s13), weight[i, 0], swiglu_limit)
+        gate_up = dot(tiles[i, 0].astype(jnp.float32), experts.w13, experts.s13)
+        hidden = gated(*jnp.split(gate_up, 2), weight[i, 0], swiglu_limit)
         hidden = maybe_quantise(hidden, activation_quant).astype(tiles.dtype).astype(jnp.float32)
         return dot(hidden, experts.w2, experts.s2)[None]
 

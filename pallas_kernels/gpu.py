@@ -1,0 +1,144 @@
+"""The routed experts on a Hopper-class GPU: two Pallas kernels (gate + up, then down) lowered through Triton.
+
+Why Triton and not Mosaic GPU: the same kernel text runs in interpret mode on a CPU and lowers for CUDA on a CPU-only jaxlib, the tiles
+are small (few rows, memory-bound), and the unpacking needs plain integer arithmetic in registers. JAX 0.11 calls the Triton lowering
+deprecated; everything that depends on it is in this file.
+
+A program computes `block_n` output columns of one tile of `tile` rows that share an expert. It reads that expert's packed rows once,
+`block_k` columns at a time, turns nibbles into bfloat16 in registers and multiplies on the tensor cores with float32
+accumulation. Even columns are the low nibbles and odd columns the high ones, so the activations come split by parity and
+nothing is interleaved. Rows of a tile are independent columns of the product, and one program owns each output: no atomics, no
+split over K, the same order of additions for every row.
+"""
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import fp4, routing
+from pallas_kernels.expert import gated, maybe_quantise
+
+
+class Blocks(NamedTuple):
+    """Tile sizes of one regime. `block_k` counts logical columns."""
+
+    tile: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+DECODE = Blocks(tile=16, block_n=32, block_k=512, warps=4, stages=4)
+PREFILL = Blocks(tile=64, block_n=64, block_k=128, warps=4, stages=3)
+
+
+def _weights(packed, scales):
+    """uint8 [N, K/2], uint8 [N, K/32] to bfloat16 (even columns, odd columns), each [N, K/2]; exact."""
+    doubled = jax.lax.bitcast_convert_type((scales.astype(jnp.int16) + 1) << 7, jnp.bfloat16)
+    n, groups = scales.shape
+    doubled = jnp.broadcast_to(doubled[:, :, None], (n, groups, fp4.BLOCK // 2)).reshape(packed.shape)
+    code = packed.astype(jnp.int16)
+    return _half_e2m1(code & 15) * doubled, _half_e2m1(code >> 4) * doubled
+
+
+def _half_e2m1(code):
+    """int16 codes to half their value in bfloat16: from the second magnitude on, the code is the float's exponent and first mantissa bit."""
+    magnitude = code & 7
+    bits = jnp.where(magnitude < 2, magnitude * 0x3E80, (magnitude << 6) + 0x3E80)
+    return jax.lax.bitcast_convert_type((bits | ((code & 8) << 12)).astype(jnp.int16), jnp.bfloat16)
+
+
+def _accumulate(x_ref, rows, w_ref, s_ref, expert, first, blocks, acc):
+    """acc f32 [block_n, tile] + w[expert, first : first + block_n] . x[rows]^T, over all of K. x_ref: bfloat16 [2, T, K/2] by parity."""
+    half, groups = blocks.block_k // 2, blocks.block_k // fp4.BLOCK
+
+    def step(k, acc):
+        columns = pl.ds(k * half, half)
+        packed = w_ref[expert, pl.ds(first, blocks.block_n), columns]
+        scales = s_ref[expert, pl.ds(first, blocks.block_n), pl.ds(k * groups, groups)]
+        for parity, w in enumerate(_weights(packed, scales)):
+            x = x_ref[parity, rows, columns]
+            acc += jax.lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return acc
+
+    return jax.lax.fori_loop(0, w_ref.shape[2] // half, step, acc)
+
+
+def _gate_up_kernel(tile_expert, n_tiles, rows, route_weight, x, w13, s13, out, *, blocks, swiglu_limit):
+    first, tile = pl.program_id(0) * blocks.block_n, pl.program_id(1)
+
+    @pl.when(tile < n_tiles[0])
+    def _():
+        expert, row = tile_expert[tile], rows[tile, :]
+        zero = jnp.zeros((blocks.block_n, blocks.tile), jnp.float32)
+        gate = _accumulate(x, row, w13, s13, expert, first, blocks, zero)
+        up = _accumulate(x, row, w13, s13, expert, first + w13.shape[1] // 2, blocks, zero)
+        hidden = gated(gate, up, route_weight[tile, :][None, :], swiglu_limit)
+        out[pl.ds(tile * blocks.tile, blocks.tile), pl.ds(first, blocks.block_n)] = hidden.T.astype(out.dtype)
+
+
+def _down_kernel(tile_expert, n_tiles, x, w2, s2, out, *, blocks):
+    first, tile = pl.program_id(0) * blocks.block_n, pl.program_id(1)
+
+    @pl.when(tile < n_tiles[0])
+    def _():
+        row = tile * blocks.tile + jnp.arange(blocks.tile)
+        acc = _accumulate(x, row, w2, s2, tile_expert[tile], first, blocks, jnp.zeros((blocks.block_n, blocks.tile), jnp.float32))
+        out[pl.ds(tile * blocks.tile, blocks.tile), pl.ds(first, blocks.block_n)] = acc.T
+
+
+def _call(kernel, blocks, columns, rows, dtype, operands, interpret):
+    """Run `kernel` over (column blocks, tiles) with every operand whole in device memory; result [rows, columns]."""
+    extra = {"interpret": True} if interpret else {"compiler_params": _compiler_params(blocks)}
+    call = pl.pallas_call(
+        functools.partial(kernel, blocks=blocks),
+        grid=(columns // blocks.block_n, rows // blocks.tile),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), dtype),
+        **extra,
+    )
+    return call(*operands)
+
+
+def _compiler_params(blocks):
+    from jax.experimental.pallas import triton  # imported late: it is the one deprecated piece
+
+    return triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages)
+
+
+def _by_parity(x):
+    """[R, K] to [2, R, K/2] bfloat16: even columns, odd columns."""
+    return jnp.moveaxis(x.astype(jnp.bfloat16).reshape(x.shape[0], -1, 2), -1, 0)
+
+
+def _fit(blocks: Blocks, width: int, inner: int) -> Blocks:
+    """The largest power-of-two blocks up to `blocks` that divide an expert of small or odd size."""
+    largest = lambda wanted, *sizes: max(b for b in (16, 32, 64, 128, 256, 512, 1024) if b <= wanted and all(s % b == 0 for s in sizes))
+    return blocks._replace(block_n=largest(blocks.block_n, width, inner), block_k=largest(blocks.block_k, width, inner))
+
+
+def moe_fp4_gpu(
+    x, ids, weights, mask, experts, *, swiglu_limit, first_expert, activation_quant, regime, blocks: Blocks | None = None, interpret=False
+):
+    """See `pallas_kernels.moe.moe_fp4`. D and F multiples of 32. Activations are rounded to bfloat16 before each product.
+
+    blocks: overrides the regime's tile sizes, for tuning. interpret: run on any platform, for tests.
+    """
+    experts_held, width, inner = experts.w2.shape[0], experts.w2.shape[1], experts.w2.shape[2] * 2
+    blocks = _fit(blocks or (PREFILL if regime == "prefill" else DECODE), width, inner)
+    plan = routing.schedule(ids, mask, first_expert, experts_held, blocks.tile)
+    slots = plan.slot_used.size
+    row_of_slot = plan.pair_of_slot // ids.shape[1]
+    slot_weight = weights.reshape(-1).astype(jnp.float32)[plan.pair_of_slot]
+    where = (plan.tile_expert, plan.n_tiles.reshape(1))
+    call = functools.partial(_call, interpret=interpret)
+
+    x = _by_parity(maybe_quantise(x, activation_quant))
+    gate_up = functools.partial(_gate_up_kernel, swiglu_limit=swiglu_limit)
+    hidden = call(gate_up, blocks, inner, slots, jnp.float32 if activation_quant else jnp.bfloat16,
+                  (*where, row_of_slot, slot_weight, x, experts.w13, experts.s13))
+    hidden = _by_parity(maybe_quantise(hidden, activation_quant))
+    out = call(_down_kernel, blocks, width, slots, jnp.float32, (*where, hidden, experts.w2, experts.s2))
+    return routing.sum_routes(routing.from_tiles(out.reshape(-1, blocks.tile, width), plan), ids.shape[0])
