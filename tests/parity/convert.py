@@ -1,8 +1,8 @@
 """Hugging Face `DeepseekV4ForCausalLM` weights <-> the official checkpoint's tensor names.
 
-`to_official` turns a state dict of the Hugging Face model into official tensors, `from_official` is its inverse. Both go by one table,
-derived from the Hugging Face module tree and the specification's table of tensors (section 2). No tensor is transposed or permuted;
-routed experts are stacked there (`gate_up_proj [E, 2F, D]`, gate rows first) and separate here (`w1`, `w3`, `w2`).
+`to_official` turns a state dict of the Hugging Face model into official tensors, `from_official` is its inverse. Both go by one
+table, derived from the Hugging Face module tree and the specification's table of tensors (section 2). No tensor is transposed or
+permuted; routed experts are stacked there (`gate_up_proj [E, 2F, D]`, gate rows first) and separate here (`w1`, `w3`, `w2`).
 """
 import re
 
@@ -75,7 +75,7 @@ def to_official(state):
 
 
 def from_official(tensors):
-    """{official table name: array} -> {Hugging Face name: array}; the draft module (`mtp.*`) has no counterpart and is left out."""
+    """{official table name: array} -> {Hugging Face name: array}; the draft module (`mtp.*`) has none and is left out."""
     state, experts = {}, {}
     for name, value in tensors.items():
         if name.startswith("mtp."):

@@ -1,8 +1,8 @@
 """The other side of the comparison: a tiny random `DeepseekV4ForCausalLM` in float32, and a random draft module beside it.
 
-`random_checkpoint(config, seed)` gives a Hugging Face model and the same weights as official tensors: every weight is snapped to what the
-official storage holds before either side sees it, so both compute with identical values. Hugging Face has no DSpark draft
-module, so the `mtp.*` tensors only make the checkpoint complete.
+`random_checkpoint(config, seed)` gives a Hugging Face model and the same weights as official tensors: every weight is snapped to
+what the official storage holds before either side sees it, so both compute with identical values. Hugging Face has no DSpark
+draft module, so the `mtp.*` tensors only make the checkpoint complete.
 """
 from contextlib import contextmanager
 from copy import deepcopy
@@ -116,7 +116,8 @@ def draft_tensors(config):
 
 
 def _expert(name, storage, inner, wide):
-    return {f"{name}.w1": (storage, (inner, wide)), f"{name}.w3": (storage, (inner, wide)), f"{name}.w2": (storage, (wide, inner))}
+    shapes = {"w1": (inner, wide), "w3": (inner, wide), "w2": (wide, inner)}
+    return {f"{name}.{part}": (storage, shape) for part, shape in shapes.items()}
 
 
 @torch.no_grad()
@@ -148,7 +149,7 @@ def block_outputs(model, ids, layers):
 
 @torch.no_grad()
 def disturbed(model, ids):
-    """Yields (tensor name, logits [S, V]) for every parameter and stored buffer, changed alone: rows moved by one, or negated if single."""
+    """Yields (tensor name, logits [S, V]) for every tensor changed alone: its rows moved by one, a single row negated."""
     for name, value in model.state_dict().items():
         kept = value.clone()
         value.copy_(kept.roll(1, 0) if len(kept) > 1 else -kept)
@@ -176,7 +177,7 @@ def swapped_experts(model, layer, first, second):
 
 
 def closest_choice(model, ids):
-    """The smallest margin by which a router or an indexer preferred its last choice to the next best, over all positions of `ids`."""
+    """The smallest margin by which a router or an indexer preferred its last choice to the next, over all positions."""
     gaps = [np.inf]
 
     def router(module, args, output):

@@ -1,9 +1,9 @@
 """Logits of this library against Hugging Face transformers' `DeepseekV4ForCausalLM`, float32, no activation quantisation.
 
-A random tiny Hugging Face model is written as an official checkpoint (weights snapped to what that storage holds, so both sides have
-identical values), loaded through the public API and compared at every position: prompts in one prefill, decoding through both
-caches, and blocks of rows of which only some are committed. Then every tensor of the Hugging Face model is disturbed in turn,
-and each must make the comparison fail.
+A random tiny Hugging Face model is written as an official checkpoint (weights snapped to what that storage holds, so both sides
+have identical values), loaded through the public API and compared at every position: prompts in one prefill, decoding through
+both caches, and blocks of rows of which only some are committed. Then every tensor of the Hugging Face model is disturbed in
+turn, and each must make the comparison fail.
 """
 import json
 
@@ -131,7 +131,7 @@ def test_blocks_with_rejected_rows(pair, measured):
 
 @pytest.mark.parametrize("pair", ["golden", "other shapes"], indirect=True)
 def test_every_disturbed_tensor_is_noticed(pair):
-    """Each tensor of the Hugging Face model in turn with its rows moved by one (experts swapped, heads shifted, ...): never < LIMIT.
+    """Each tensor of the Hugging Face model in turn with its rows moved by one (experts swapped, heads shifted): never < LIMIT.
 
     Tensors with a single row are negated instead. These two patterns have every kind of tensor.
     """
@@ -142,7 +142,7 @@ def test_every_disturbed_tensor_is_noticed(pair):
 
 
 def test_one_swapped_expert_is_noticed(pair):
-    """Two experts of the last layer exchanged on one side, nothing else: the logits must part, and agree again when it is undone."""
+    """Two experts of the last layer exchanged on one side: the logits must part, and agree again when it is undone."""
     ours = np.asarray(dspark.prefill(pair.ours, pair.ids)[0])[0]
     last = len(pair.pattern.ratios) - 1
     with hf.swapped_experts(pair.theirs, last, 0, 1):

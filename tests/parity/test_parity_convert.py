@@ -26,12 +26,13 @@ def golden():
 
 @pytest.mark.parametrize("prompt", range(3))
 def test_golden_checkpoint_in_hugging_face(golden, prompt, measured):
-    """Read, renamed and run by Hugging Face, the golden checkpoint gives the golden logits: prefill, cached decode, and both at once."""
+    """Read, renamed and run by Hugging Face, the golden checkpoint gives the golden logits, cached and uncached."""
     expected = load_file(GOLDENS / "expected_float.safetensors")
     ids, rest = expected[f"p{prompt}.ids"].tolist(), expected[f"p{prompt}.decode_ids"].tolist()
     logits = np.concatenate([expected[f"p{prompt}.prefill_logits"], expected[f"p{prompt}.decode_logits"]])
     model = hf.build(*golden)
-    error = max(np.abs(hf.cached_forward(model, ids, rest) - logits).max(), np.abs(hf.full_forward(model, ids + rest) - logits).max())
+    forwards = hf.cached_forward(model, ids, rest), hf.full_forward(model, ids + rest)
+    error = max(np.abs(theirs - logits).max() for theirs in forwards)
     measured("Hugging Face on the golden checkpoint", float(error))
     assert error < 2e-5
 
@@ -53,7 +54,8 @@ def test_hugging_face_loads_the_same_model(golden, tmp_path):
 
 def _stored(name):
     """The file's name of a table name: quantised matrices are listed without their `.weight`."""
-    return name + ".weight" if name.rsplit(".", 1)[-1] in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3", "main_proj") else name
+    quantised = name.rsplit(".", 1)[-1] in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3", "main_proj")
+    return name + ".weight" if quantised else name
 
 
 def test_tensors_and_shapes_are_the_golden_ones(golden):
