@@ -55,6 +55,6 @@ PATTERNS = {
         "vocab_size": 101, "hidden_size": 96, "num_attention_heads": 6, "head_dim": 48, "qk_rope_head_dim": 24,
         "q_lora_rank": 160, "o_groups": 2, "o_lora_rank": 80, "sliding_window": 5, "index_n_heads": 10, "index_head_dim": 64,
         "index_topk": 4, "n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
-        "routed_scaling_factor": 2.5, "swiglu_limit": 0.7, "hc_mult": 2, "hc_sinkhorn_iters": 3, "hc_eps": 1e-4, "rms_norm_eps": 1e-5,
-        "rope_theta": 500, "dspark_noise_token_id": 100, "dspark_markov_rank": 16, "dspark_block_size": 3}),
+        "routed_scaling_factor": 2.5, "swiglu_limit": 0.7, "hc_mult": 2, "hc_sinkhorn_iters": 3, "hc_eps": 1e-4,
+        "rms_norm_eps": 1e-5, "rope_theta": 500, "dspark_noise_token_id": 100, "dspark_markov_rank": 16, "dspark_block_size": 3}),
 }
