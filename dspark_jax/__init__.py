@@ -2,10 +2,13 @@
 from dspark_jax import gate
 from dspark_jax.api import commit, draft, extend, new_cache, prefill
 from dspark_jax.errors import CheckpointError, ConfigError, DsparkError, NumericsError, PromptError
+from dspark_jax.engine import RoundRecord
 from dspark_jax.gate import GateConfig
+from dspark_jax.generate import GenerateOutput, StreamEvent, generate, stream
 from dspark_jax.loading import Model, load
 
 __all__ = [
-    "load", "Model", "GateConfig", "gate", "new_cache", "extend", "commit", "prefill", "draft",
+    "load", "Model", "generate", "stream", "GenerateOutput", "StreamEvent", "RoundRecord", "GateConfig", "gate",
+    "new_cache", "extend", "commit", "prefill", "draft",
     "DsparkError", "ConfigError", "CheckpointError", "PromptError", "NumericsError",
 ]

@@ -100,8 +100,9 @@ class GateState(NamedTuple):
 def init(config: GateConfig, batch: int) -> GateState:
     """The state of `batch` cold streams. It is the same for every `config`."""
     del config
-    counts, buckets = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, N_BUCKETS), jnp.float32)
-    return GateState(buckets, buckets, counts, counts, counts, counts)
+    # An array of its own for every field: a buffer that appears twice cannot be donated.
+    buckets = (jnp.zeros((batch, N_BUCKETS), jnp.float32) for _ in range(2))
+    return GateState(*buckets, *(jnp.zeros((batch,), jnp.int32) for _ in range(4)))
 
 
 def margin_skip(config: GateConfig, margin: jax.Array) -> jax.Array:

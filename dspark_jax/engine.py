@@ -1,0 +1,158 @@
+"""Runs one stream: prefill, then rounds on the device, a few per call, handed to the host as records.
+
+Each program is compiled once per model structure and mode: prompt lengths, draft lengths, gate numbers and stop tokens are data.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dspark_jax import gate as gates
+from dspark_jax import round as rounds
+from dspark_jax.api import new_cache
+from dspark_jax.errors import NumericsError
+from dspark_jax.loading import Limits, Model
+from dspark_jax.platform import jit
+from dspark_jax.request import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundRecord:
+    """What one round did.
+
+    proposed: drafts made, K, or 0 after a margin skip. verified: drafts chosen to be verified. accepted: leading ones that matched.
+    confidence: K raw scores, None after a margin skip. margin: top1 - top2 of the anchor's logits. skipped: "", "gate" or "margin".
+    """
+
+    proposed: int
+    verified: int
+    accepted: int
+    confidence: tuple[float, ...] | None
+    margin: float
+    skipped: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Emission:
+    """Tokens that became known together; record None for the first token (chosen by the prefill) and in plain mode."""
+
+    tokens: list[int]
+    record: RoundRecord | None
+
+
+class Programs:
+    """The two compiled programs of a mode: a prefill chunk, and a call of rounds. Both reuse the caches they are given."""
+
+    def __init__(self, graphdef: nnx.GraphDef, limits: Limits, mode: str):
+        def begin(state, cache, tokens, valid):
+            return rounds.begin(nnx.merge(graphdef, state), cache, tokens, valid)
+
+        def run(state, config, round_state, stop_ids, most):
+            return rounds.run(nnx.merge(graphdef, state), limits, mode, config, round_state, stop_ids, most)
+
+        self.begin = jit(begin, donate_argnums=1)
+        self.run = jit(run, donate_argnums=2)
+        self.warm: set = set()
+
+
+@functools.lru_cache(maxsize=None)
+def _programs(graphdef: nnx.GraphDef, limits: Limits, mode: str) -> Programs:
+    return Programs(graphdef, limits, mode)
+
+
+class Engine:
+    """A model in one mode, ready to run streams one after another. `compile_seconds` is what getting ready took (0 when it was)."""
+
+    def __init__(self, model: Model, request: Request):
+        self.model, self.request = model, request
+        graphdef, self.state = model.split
+        self.programs = _programs(graphdef, model.limits, request.mode)
+        self.config = jax.tree.map(_as_data, request.gate)
+        ids = sorted(request.stop_token_ids)
+        self.stop_ids = np.array(ids + [-1] * (_padded_size(len(ids)) - len(ids)), np.int32)
+        self.compile_seconds = self._warm_up()
+        self.gate_state = None
+
+    def _warm_up(self) -> float:
+        """Runs both programs for zero rows and zero rounds, so that later seconds hold no compilation."""
+        key = (self.stop_ids.shape, self.model.limits.max_seq_len)
+        if key in self.programs.warm:
+            return 0.0
+        started = time.perf_counter()
+        cache, _ = self._prefill_chunk(new_cache(self.model), [])
+        jax.block_until_ready(self._run(self._round_state(cache, 0, 0.0, 0), 0))
+        self.programs.warm.add(key)
+        return time.perf_counter() - started
+
+    def _prefill_chunk(self, cache, part):
+        tokens = np.zeros((1, self.model.limits.prefill_chunk), np.int32)
+        tokens[0, :len(part)] = part
+        return self.programs.begin(self.state, cache, tokens, np.array([len(part)], np.int32))
+
+    def _round_state(self, cache, anchor: int, margin: float, remaining: int) -> rounds.RoundState:
+        return rounds.RoundState(
+            cache=cache, anchor=jnp.array([anchor], jnp.int32), margin=jnp.array([margin], jnp.float32),
+            remaining=jnp.array([remaining], jnp.int32), done=jnp.array([False]), faulty=jnp.array([-1], jnp.int32),
+            gate=gates.init(self.config, 1),
+        )
+
+    def _run(self, state, most: int):
+        return self.programs.run(self.state, self.config, state, self.stop_ids, np.int32(most))
+
+    def stream(self, prompt: tuple[int, ...], rounds_per_call: int) -> Iterator[Emission]:
+        """Emits until max_new_tokens or a stop token; the surplus of the last round is dropped from its tokens."""
+        cache, chunk = new_cache(self.model), self.model.limits.prefill_chunk
+        for at in range(0, len(prompt), chunk):
+            cache, (token, margin, finite) = self._prefill_chunk(cache, prompt[at:at + chunk])
+        if not bool(finite[0]):
+            raise NumericsError(_not_finite(len(prompt) - 1))
+        wanted, token = self.request.max_new_tokens, int(token[0])
+        self.gate_state = None
+        yield Emission([token], None)
+        state = self._round_state(cache, token, float(margin[0]), wanted - 1)
+        done = wanted == 1 or token in self.request.stop_token_ids
+        while not done:
+            state, outputs, count = self._run(state, rounds_per_call)
+            self.gate_state, done, faulty = state.gate, bool(state.done[0]), int(state.faulty[0])
+            for emission in self._emissions(jax.device_get(outputs), int(count), wanted - 1):
+                wanted -= len(emission.tokens)
+                yield emission
+            if faulty >= 0:
+                raise NumericsError(_not_finite(faulty))
+
+    def _emissions(self, outputs: rounds.RoundOutput, count: int, remaining: int) -> Iterator[Emission]:
+        for i in range(count):
+            tokens = outputs.tokens[i, 0, :min(outputs.emitted[i, 0], remaining)].tolist()
+            stops = [j for j, token in enumerate(tokens) if token in self.request.stop_token_ids]
+            tokens = tokens[:stops[0] + 1] if stops else tokens
+            remaining -= len(tokens)
+            yield Emission(tokens, None if self.request.mode == "plain" else _record(outputs, i))
+
+
+def _record(outputs: rounds.RoundOutput, i: int) -> RoundRecord:
+    skipped = ("", "gate", "margin")[int(outputs.skipped[i, 0])]
+    confidence = None if skipped == "margin" else tuple(float(c) for c in outputs.confidence[i, 0])
+    return RoundRecord(int(outputs.proposed[i, 0]), int(outputs.verified[i, 0]), int(outputs.accepted[i, 0]), confidence,
+                       float(outputs.margin[i, 0]), skipped)
+
+
+def _as_data(number) -> np.ndarray:
+    """A gate number with a fixed dtype, so that another value compiles nothing."""
+    return np.asarray(number, {bool: np.bool_, int: np.int32}.get(type(number), np.float32))
+
+
+def _padded_size(count: int) -> int:
+    """Stop ids come in lists of 8, 16, 32 ..., so that another stop token compiles nothing."""
+    return max(8, 1 << (count - 1).bit_length()) if count else 8
+
+
+def _not_finite(position: int) -> str:
+    return (f"the logits at position {position} are not finite (NaN or infinity); the weights or the computation are damaged: check "
+            "the checkpoint with `dspark inspect`, and try dtype='float32'")

@@ -1,0 +1,141 @@
+"""generate() and stream(): prompts in, tokens and what every round did out. Speculation never changes the tokens."""
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Iterator
+
+from dspark_jax import gate as gates
+from dspark_jax.engine import Emission, Engine, RoundRecord
+from dspark_jax.errors import PromptError
+from dspark_jax.gate import GateConfig
+from dspark_jax.loading import Model
+from dspark_jax.request import make_request
+from dspark_jax.round import ROUNDS_PER_CALL
+from dspark_jax.stats import PromptRun, collect
+from dspark_jax.text import IncrementalText, decode
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOutput:
+    """Results, one entry a prompt.
+
+    tokens: new tokens; exactly max_new_tokens of them unless a stop token (included, last) ended them.
+    texts: their text, or None without a tokenizer. finish_reasons: "length" or "stop"; "interrupted" after Ctrl-C.
+    rounds: a RoundRecord for every round; empty in plain mode. stats: see `dspark_jax.stats.collect`.
+    """
+
+    tokens: list[list[int]]
+    texts: list[str] | None
+    finish_reasons: list[str]
+    rounds: list[list[RoundRecord]]
+    stats: dict
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamEvent:
+    """One round of a stream: its tokens, their text (None without a tokenizer), its record (None for the first token and in plain)."""
+
+    tokens: list[int]
+    text: str | None
+    record: RoundRecord | None
+
+
+def generate(model: Model, prompts, max_new_tokens: int = 128, mode: str = "block", gate: GateConfig = GateConfig(),
+             temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, stop_token_ids=None,
+             progress: bool = False) -> GenerateOutput:
+    """Continues one or several prompts greedily; several run one after another.
+
+    Args:
+      model: from `dspark.load`.
+      prompts: str, list of str, list of token ids, or list of lists of token ids.
+      max_new_tokens: how many tokens to emit for each prompt.
+      mode: "plain", "sequential" or "block"; all give the same tokens.
+      gate: adaptive draft length, off by default.
+      temperature, top_k, top_p, seed: only greedy decoding (0, 0, 1) so far.
+      stop_token_ids: ids that end a stream. None: the config's eos_token_id; []: none.
+      progress: show a progress bar on standard error.
+
+    Ctrl-C ends the run and returns what was emitted, with finish reason "interrupted".
+
+    Raises:
+      PromptError, ConfigError: a request that cannot be served, before anything is compiled.
+      NumericsError: logits that are NaN or infinite, naming the position.
+    """
+    del seed  # nothing is drawn while decoding is greedy
+    request = make_request(model, prompts, max_new_tokens, mode, gate, temperature, top_k, top_p, stop_token_ids)
+    runs = [PromptRun(len(prompt)) for prompt in request.prompts]
+    engine = None
+    with _bar(progress, len(runs) * request.max_new_tokens) as advance:
+        try:
+            engine = Engine(model, request)
+            for prompt, run in zip(request.prompts, runs):
+                _fill(run, engine, prompt, advance)
+        except KeyboardInterrupt:
+            pass
+    return _output(model, request, runs, engine)
+
+
+def _fill(run: PromptRun, engine: Engine, prompt, advance) -> None:
+    started = time.perf_counter()
+    try:
+        for emission in engine.stream(prompt, ROUNDS_PER_CALL):
+            run.add(emission.tokens, emission.record)
+            advance(len(emission.tokens))
+        run.finished = True
+    finally:
+        run.seconds = time.perf_counter() - started
+        run.gate_state = engine.gate_state
+
+
+def _output(model: Model, request, runs: list[PromptRun], engine: Engine | None) -> GenerateOutput:
+    reasons = [run.finish_reason(request.stop_token_ids) for run in runs]
+    texts = None if model.tokenizer is None else [decode(model, run.tokens) for run in runs]
+    stats = collect(runs, model.config.dspark_block_size, engine.compile_seconds if engine else 0.0)
+    return GenerateOutput([run.tokens for run in runs], texts, reasons, [run.records for run in runs], stats)
+
+
+def stream(model: Model, prompt, max_new_tokens: int = 128, mode: str = "block", gate: GateConfig = GateConfig(),
+           temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, stop_token_ids=None) -> Iterator[StreamEvent]:
+    """Like `generate` for one prompt (text or token ids), yielding a StreamEvent a round, as soon as it is known.
+
+    The request is checked when this is called, not at the first event.
+    """
+    del seed  # nothing is drawn while decoding is greedy
+    request = make_request(model, prompt, max_new_tokens, mode, gate, temperature, top_k, top_p, stop_token_ids)
+    if len(request.prompts) != 1:
+        raise PromptError(f"stream takes one prompt, got {len(request.prompts)}; use generate for several")
+    return _events(model, Engine(model, request), request.prompts[0])
+
+
+def _events(model: Model, engine: Engine, prompt) -> Iterator[StreamEvent]:
+    text = IncrementalText(model)
+    pending: Emission | None = None
+    for emission in engine.stream(prompt, 1):
+        if pending is not None:
+            yield StreamEvent(pending.tokens, text.add(pending.tokens), pending.record)
+        pending = emission
+    if pending is not None:
+        yield StreamEvent(pending.tokens, text.add(pending.tokens, last=True), pending.record)
+
+
+class _bar:
+    """A progress bar of tokens on standard error, or nothing; `with _bar(...) as advance: advance(count)`."""
+
+    def __init__(self, shown: bool, total: int):
+        self.shown, self.total = shown, total
+
+    def __enter__(self):
+        if not self.shown:
+            return lambda count: None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        columns = TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._progress.start()
+        task = self._progress.add_task("tokens", total=self.total)
+        return lambda count: self._progress.advance(task, count)
+
+    def __exit__(self, *exception):
+        if self.shown:
+            self._progress.stop()

@@ -1,0 +1,70 @@
+"""What a run amounted to: counts, rates and seconds of one prompt and of all."""
+from __future__ import annotations
+
+import dataclasses
+
+from dspark_jax import gate as gates
+from dspark_jax.engine import RoundRecord
+
+
+@dataclasses.dataclass
+class PromptRun:
+    """One prompt's run so far. seconds: prefill and rounds, without compilation."""
+
+    prompt_tokens: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    records: list[RoundRecord] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    finished: bool = False
+    gate_state: gates.GateState | None = None
+
+    def add(self, tokens: list[int], record: RoundRecord | None) -> None:
+        self.tokens += tokens
+        if record is not None:
+            self.records.append(record)
+
+    def finish_reason(self, stop_token_ids: frozenset[int]) -> str:
+        if self.tokens and self.tokens[-1] in stop_token_ids:
+            return "stop"
+        return "length" if self.finished else "interrupted"
+
+
+def collect(runs: list[PromptRun], block: int, compile_seconds: float) -> dict:
+    """Totals over prompts, and `per_prompt` the same of each.
+
+    tokens, rounds, proposed, verified, accepted: counts. accept_rate: accepted / verified, None without verified drafts.
+    tokens_per_round: mean of accepted + 1, None without rounds. seconds, tokens_per_second: without compilation. compile_seconds.
+    accepted_by_position: [K] rounds in which the draft at this position was accepted.
+    gate: counters and bucket rates (gate.stats), None without speculative rounds.
+    """
+    total = _counts(runs, block)
+    total["compile_seconds"] = compile_seconds
+    total["gate"] = _gate([run.gate_state for run in runs if run.records and run.gate_state is not None])
+    total["per_prompt"] = [_counts([run], block) | {"prompt_tokens": run.prompt_tokens} for run in runs]
+    return total
+
+
+def _counts(runs: list[PromptRun], block: int) -> dict:
+    records = [record for run in runs for record in run.records]
+    tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+    verified, accepted = sum(r.verified for r in records), sum(r.accepted for r in records)
+    return {
+        "tokens": tokens,
+        "rounds": len(records),
+        "proposed": sum(r.proposed for r in records),
+        "verified": verified,
+        "accepted": accepted,
+        "accept_rate": accepted / verified if verified else None,
+        "tokens_per_round": (accepted + len(records)) / len(records) if records else None,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "accepted_by_position": [sum(r.accepted > i for r in records) for i in range(block)],
+    }
+
+
+def _gate(states: list[gates.GateState]) -> dict | None:
+    if not states:
+        return None
+    import jax
+    import numpy as np
+    return gates.stats(jax.tree.map(lambda *leaves: np.concatenate(leaves), *jax.device_get(states)))
