@@ -5,8 +5,7 @@ import dataclasses
 import time
 from typing import Iterator
 
-from dspark_jax import gate as gates
-from dspark_jax.engine import Emission, Engine, RoundRecord
+from dspark_jax.engine import Engine, RoundRecord
 from dspark_jax.errors import PromptError
 from dspark_jax.gate import GateConfig
 from dspark_jax.loading import Model
@@ -101,22 +100,26 @@ def stream(model: Model, prompt, max_new_tokens: int = 128, mode: str = "block",
 
     The request is checked when this is called, not at the first event.
     """
+    return open_stream(model, prompt, max_new_tokens, mode, gate, temperature, top_k, top_p, seed, stop_token_ids)[2]
+
+
+def open_stream(model: Model, prompt, max_new_tokens: int = 128, mode: str = "block", gate: GateConfig = GateConfig(),
+                temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, stop_token_ids=None):
+    """The checked Request, the compiled Engine and the events of `stream`."""
     del seed  # nothing is drawn while decoding is greedy
     request = make_request(model, prompt, max_new_tokens, mode, gate, temperature, top_k, top_p, stop_token_ids)
     if len(request.prompts) != 1:
         raise PromptError(f"stream takes one prompt, got {len(request.prompts)}; use generate for several")
-    return _events(model, Engine(model, request), request.prompts[0])
+    engine = Engine(model, request)
+    return request, engine, _events(model, engine, request.prompts[0])
 
 
 def _events(model: Model, engine: Engine, prompt) -> Iterator[StreamEvent]:
-    text = IncrementalText(model)
-    pending: Emission | None = None
+    text, wanted = IncrementalText(model), engine.request.max_new_tokens
     for emission in engine.stream(prompt, 1):
-        if pending is not None:
-            yield StreamEvent(pending.tokens, text.add(pending.tokens), pending.record)
-        pending = emission
-    if pending is not None:
-        yield StreamEvent(pending.tokens, text.add(pending.tokens, last=True), pending.record)
+        wanted -= len(emission.tokens)
+        last = wanted == 0 or emission.tokens[-1] in engine.request.stop_token_ids
+        yield StreamEvent(emission.tokens, text.add(emission.tokens, last), emission.record)
 
 
 class _bar:

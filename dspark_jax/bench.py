@@ -1,0 +1,80 @@
+"""`dspark bench`: plain, sequential and block decoding of four kinds of prompt, measured in turn in one process."""
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+from dspark_jax.gate import GateConfig
+from dspark_jax.round import MODES
+
+PROMPTS = {
+    "prose": "It was a fine morning in the country, and she had",
+    "math": "3 + 4 = 7\n5 + 2 = 7\n6 + 3 = ",
+    "repeat": "red green blue red green blue red green blue",
+    "code": "def add(a, b):\n    ",
+}
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "bench", help="tokens per second of the three modes",
+        description="Runs four kinds of prompt (prose, math, repeat, code) in each mode and prints tokens per second, acceptance and the "
+                    "ratio to plain decoding. Modes take turns within each repetition, so that a busy machine slows all of them.")
+    add = parser.add_argument
+    add("--checkpoint", metavar="DIR", help="checkpoint directory (default: the embedded tiny one)")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to emit per run (default %(default)s)")
+    add("--max-seq-len", type=int, default=1024, metavar="N", help="most tokens of prompt and output together (default %(default)s)")
+    add("--repeats", type=int, default=5, metavar="N", help="repetitions; the median counts (default %(default)s)")
+    add("--gate", action="store_true", help="with the gate; numbers from the DEEPSEEK_DSPARK_GATE_* variables")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    import dataclasses
+
+    import dspark_jax as dspark
+    model = dspark.load(args.checkpoint, max_seq_len=args.max_seq_len)
+    gate = dataclasses.replace(GateConfig.from_env(), enabled=args.gate)
+    results = measure(model, args.max_new_tokens, max(1, args.repeats), gate)
+    print(json.dumps(results, indent=1) if args.json else _table(results))
+    return 0 if all(row["same_tokens"] for row in results.values()) else 1
+
+
+def measure(model, max_new_tokens: int, repeats: int, gate: GateConfig) -> dict:
+    """For each kind of prompt: tok/s by mode (median), speed-up over plain (median of the ratios within a repetition), acceptance, and
+    whether all modes gave the same tokens."""
+    import dspark_jax as dspark
+    results = {}
+    for kind, prompt in PROMPTS.items():
+        runs = {mode: [] for mode in MODES}
+        for _ in range(repeats):
+            for mode in MODES:
+                runs[mode].append(dspark.generate(model, prompt, max_new_tokens, mode, gate, stop_token_ids=[]))
+        speeds = {mode: [out.stats["tokens_per_second"] for out in outs] for mode, outs in runs.items()}
+        stats = runs["block"][0].stats
+        results[kind] = {
+            "tokens_per_second": {mode: statistics.median(values) for mode, values in speeds.items()},
+            "over_plain": {mode: statistics.median(a / b for a, b in zip(speeds[mode], speeds["plain"])) for mode in MODES},
+            "accept_rate": stats["accept_rate"],
+            "tokens_per_round": stats["tokens_per_round"],
+            "same_tokens": all(out.tokens == runs["plain"][0].tokens for outs in runs.values() for out in outs),
+        }
+    return results
+
+
+def _table(results: dict) -> str:
+    head = f"{'prompt':8}{'plain':>9}{'sequential':>12}{'block':>9}  tok/s  {'block/plain':>11}{'accepted':>10}{'tok/round':>11}  same tokens"
+    rows = [_row(kind, row) for kind, row in results.items()]
+    return "\n".join([head, *rows])
+
+
+def _row(kind: str, row: dict) -> str:
+    speed = row["tokens_per_second"]
+    rate = "-" if row["accept_rate"] is None else f"{100 * row['accept_rate']:.0f}%"
+    rounds = "-" if row["tokens_per_round"] is None else f"{row['tokens_per_round']:.2f}"
+    return (f"{kind:8}{speed['plain']:9.1f}{speed['sequential']:12.1f}{speed['block']:9.1f}{'':9}{row['over_plain']['block']:11.2f}"
+            f"{rate:>10}{rounds:>11}  {'yes' if row['same_tokens'] else 'NO'}")

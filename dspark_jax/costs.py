@@ -1,0 +1,50 @@
+"""What a draft, a verify and a plain step cost on this machine: medians over single calls, in ms."""
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Callable
+
+import jax
+import numpy as np
+
+from dspark_jax import api
+from dspark_jax.engine import Engine
+from dspark_jax.loading import Model
+from dspark_jax.request import make_request
+from dspark_jax.gate import GateConfig
+
+_REPEATS = 16
+
+
+def measure(model: Model, prompt: list[int]) -> dict[str, float]:
+    """draft_ms, verify_ms (the whole block) and plain_ms behind `prompt` (ids), each call waited for on its own.
+
+    A round is timed as a whole and its draft alone; verify is the difference.
+    """
+    fits = min(_REPEATS, (model.limits.max_seq_len - len(prompt) - 1) // (model.config.dspark_block_size + 1))
+    prompt = prompt if fits > 0 else prompt[:1]
+    _, _, cache = api.prefill(model, prompt)
+    token = np.array(prompt[-1:], np.int32)
+    draft = _median_ms(lambda: jax.block_until_ready(api.draft(model, cache, token)), _REPEATS)
+    plain, block = (_step_ms(model, prompt, mode, max(fits, 1)) for mode in ("plain", "block"))
+    return {"draft_ms": draft, "verify_ms": max(block - draft, 0.0), "plain_ms": plain}
+
+
+def _step_ms(model: Model, prompt: list[int], mode: str, repeats: int) -> float:
+    """One call of one round, whatever it emits."""
+    most = model.limits.max_seq_len - len(prompt)
+    request = make_request(model, prompt, most, mode, GateConfig(), 0.0, 0, 1.0, [])
+    emissions = Engine(model, request).stream(request.prompts[0], 1)
+    next(emissions)
+    return _median_ms(lambda: next(emissions, None), repeats)
+
+
+def _median_ms(call: Callable, repeats: int) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
