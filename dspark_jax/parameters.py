@@ -49,10 +49,15 @@ class Declaration:
     def expert(self) -> bool:
         return "{e}" in self.tensor
 
+    @property
+    def hashed_experts(self) -> int | None:
+        """Of a hash table: how many experts its ids choose from."""
+        return int(self.init.removeprefix("hash")) if self.init.startswith("hash") else None
+
     def pieces(self, prefix: str) -> Iterator[tuple[TensorSpec, tuple]]:
         """The official tensors of one layer, each with the place it takes in the layer's array (logical coordinates)."""
         if not self.expert:
-            yield TensorSpec(prefix + self.tensor, self.shape, self.storage), ()
+            yield TensorSpec(prefix + self.tensor, self.shape, self.storage, self.hashed_experts), ()
             return
         patterns = self.tensor.split("|")
         rows = self.shape[1] // len(patterns)
@@ -138,11 +143,10 @@ class RandomSource:
         return jnp.asarray(self._value(declared, shape), declared.array_dtype(self.dtype))
 
     def _value(self, declared, shape):
-        if declared.init.startswith("hash"):
+        if declared.hashed_experts:
             # Every token gets distinct experts, every expert about the same number of tokens.
-            experts, width = int(declared.init.removeprefix("hash")), shape[-1]
-            start = self._rng.integers(0, experts, shape[:-1])[..., None]
-            return (start + np.arange(width)) % experts
+            start = self._rng.integers(0, declared.hashed_experts, shape[:-1])[..., None]
+            return (start + np.arange(shape[-1])) % declared.hashed_experts
         if declared.init in ("ones", "zeros"):
             return np.full(shape, float(declared.init == "ones"))
         if declared.init == "hc_base":
