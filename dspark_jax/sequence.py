@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax.drafter import Drafter
-from dspark_jax.layers.attention import absorb, finish, start
+from dspark_jax.layers.attention import Running, absorb, finish, start
 from dspark_jax.layers.compressor import Compressor
 from dspark_jax.layers.rope import rotation
 from dspark_jax.model import MainModel, capture, flatten_taps
@@ -64,9 +65,7 @@ def trunk(main: MainModel, tokens: jax.Array):
 def _attend(block, config, x, positions, turn):
     attn, ratio = block.attn, block.kind.ratio
     low, q = attn.queries(x, turn)
-    distance = positions[:, :, None] - positions[:, None, :]
-    window = (distance >= 0) & (distance < config.sliding_window)
-    running = absorb(start(attn.sink[...], q), q, attn.keys(x, turn), window)
+    running = _absorb_window(start(attn.sink[...], q), q, attn.keys(x, turn), config.sliding_window)
     aux = (None, None)
     count = x.shape[1] // ratio if ratio else 0
     if count:
@@ -77,6 +76,29 @@ def _attend(block, config, x, positions, turn):
             aux = scores, _attention_paid(running, q, entries, visible)
         running = absorb(running, q, entries, visible)
     return attn.output(finish(running, attn.numerics.dtype), turn), aux
+
+
+def _absorb_window(running: Running, q, keys, window: int) -> Running:
+    """Every row sees the `window` keys up to its own. A band: blocks of `window` rows against the keys of their own block and of the one before."""
+    batch, rows = q.shape[:2]
+    blocks = -(-rows // window)
+    pad = blocks * window - rows
+
+    def fold(a):
+        a = jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2))
+        return a.reshape(batch * blocks, window, *a.shape[2:])
+
+    def unfold(a):
+        return a.reshape(batch, blocks * window, *a.shape[2:])[:, :rows]
+
+    keys = fold(keys).reshape(batch, blocks, window, -1)
+    before = jnp.pad(keys, [(0, 0), (1, 0), (0, 0), (0, 0)])[:, :-1]
+    band = jnp.concatenate([before, keys], axis=2).reshape(batch * blocks, 2 * window, -1)
+    row, key = np.arange(window)[:, None] + window, np.arange(2 * window)
+    visible = np.broadcast_to((key <= row) & (key > row - window), (batch, blocks, window, 2 * window)).copy()
+    visible[:, 0, :, :window] = False
+    visible = visible.reshape(batch * blocks, window, 2 * window)
+    return jax.tree.map(unfold, absorb(jax.tree.map(fold, running), fold(q), band, visible))
 
 
 def _entries(compressor: Compressor, x, positions, count: int) -> jax.Array:
