@@ -2,6 +2,7 @@
 
 import pytest
 
+from golden_parts import play
 from support import golden_arrays, golden_model
 
 
@@ -30,3 +31,14 @@ def expected_reference():
 @pytest.fixture(scope="session")
 def primitives():
     return golden_arrays("primitives")
+
+
+@pytest.fixture(scope="session")
+def played_float(golden_float, expected_float):
+    """The three golden prompts, prefilled and fed the golden tokens."""
+    return [play(golden_float, expected_float, prompt) for prompt in range(3)]
+
+
+@pytest.fixture(scope="session")
+def played_reference(golden_reference, expected_reference):
+    return [play(golden_reference, expected_reference, prompt) for prompt in range(3)]
