@@ -10,7 +10,6 @@ import time
 from typing import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -21,6 +20,7 @@ from dspark_jax.errors import NumericsError
 from dspark_jax.loading import Limits, Model
 from dspark_jax.platform import jit
 from dspark_jax.request import Request
+from dspark_jax.sharding import replicated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +51,26 @@ class Programs:
     """The two compiled programs of a mode: a prefill chunk, and a call of rounds. Both reuse the caches they are given."""
 
     def __init__(self, graphdef: nnx.GraphDef, limits: Limits, mode: str):
-        def begin(state, cache, tokens, valid):
-            return rounds.begin(nnx.merge(graphdef, state), cache, tokens, valid)
-
         def run(state, config, round_state, stop_ids, most):
-            return rounds.run(nnx.merge(graphdef, state), limits, mode, config, round_state, stop_ids, most)
+            module = nnx.merge(graphdef, state)
+            after, outputs, count = rounds.run(module, limits, mode, config, round_state, stop_ids, most)
+            # What comes back is cut over the mesh as what came in, else the next call would compile once more.
+            whole = replicated(module.main.numerics.mesh)
+            small = jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, whole), after.replace(cache=None))
+            return small.replace(cache=after.cache), outputs, count
 
-        self.begin = jit(begin, donate_argnums=1)
+        self.begin = _prefill_program(graphdef)
         self.run = jit(run, donate_argnums=2)
         self.warm: set = set()
+
+
+@functools.lru_cache(maxsize=None)
+def _prefill_program(graphdef: nnx.GraphDef):
+    """The same in every mode."""
+    def begin(state, cache, tokens, valid):
+        return rounds.begin(nnx.merge(graphdef, state), cache, tokens, valid)
+
+    return jit(begin, donate_argnums=1)
 
 
 @functools.lru_cache(maxsize=None)
@@ -82,12 +93,12 @@ class Engine:
 
     def _warm_up(self) -> float:
         """Runs both programs for zero rows and zero rounds, so that later seconds hold no compilation."""
-        key = (self.stop_ids.shape, self.model.limits.max_seq_len)
+        key = self.stop_ids.shape
         if key in self.programs.warm:
             return 0.0
         started = time.perf_counter()
         cache, _ = self._prefill_chunk(new_cache(self.model), [])
-        jax.block_until_ready(self._run(self._round_state(cache, 0, 0.0, 0), 0))
+        jax.block_until_ready(self._run(self._round_state(cache, 0, 0.0, 0), 0))  # no rounds
         self.programs.warm.add(key)
         return time.perf_counter() - started
 
@@ -97,35 +108,41 @@ class Engine:
         return self.programs.begin(self.state, cache, tokens, np.array([len(part)], np.int32))
 
     def _round_state(self, cache, anchor: int, margin: float, remaining: int) -> rounds.RoundState:
-        return rounds.RoundState(
-            cache=cache, anchor=jnp.array([anchor], jnp.int32), margin=jnp.array([margin], jnp.float32),
-            remaining=jnp.array([remaining], jnp.int32), done=jnp.array([False]), faulty=jnp.array([-1], jnp.int32),
+        small = rounds.RoundState(
+            cache=None, anchor=np.array([anchor], np.int32), margin=np.array([margin], np.float32),
+            remaining=np.array([remaining], np.int32), done=np.array([False]), faulty=np.array([-1], np.int32),
             gate=gates.init(self.config, 1),
         )
+        return jax.device_put(small, replicated(self.model.mesh)).replace(cache=cache)
 
     def _run(self, state, most: int):
         return self.programs.run(self.state, self.config, state, self.stop_ids, np.int32(most))
 
     def stream(self, prompt: tuple[int, ...], rounds_per_call: int) -> Iterator[Emission]:
-        """Emits until max_new_tokens or a stop token; the surplus of the last round is dropped from its tokens."""
+        """Emits until max_new_tokens or a stop token; the surplus of the last round is dropped from its tokens.
+
+        Raises NumericsError at logits that are not finite, after the tokens before them.
+        """
+        self.gate_state = None
         cache, chunk = new_cache(self.model), self.model.limits.prefill_chunk
         for at in range(0, len(prompt), chunk):
-            cache, (token, margin, finite) = self._prefill_chunk(cache, prompt[at:at + chunk])
-        if not bool(finite[0]):
+            cache, first = self._prefill_chunk(cache, prompt[at:at + chunk])
+        token, margin, finite = (value.item() for value in jax.device_get(first))
+        if not finite:
             raise NumericsError(_not_finite(len(prompt) - 1))
-        wanted, token = self.request.max_new_tokens, int(token[0])
-        self.gate_state = None
+        wanted = self.request.max_new_tokens
         yield Emission([token], None)
-        state = self._round_state(cache, token, float(margin[0]), wanted - 1)
+        state = self._round_state(cache, token, margin, wanted - 1)
         done = wanted == 1 or token in self.request.stop_token_ids
         while not done:
             state, outputs, count = self._run(state, rounds_per_call)
-            self.gate_state, done, faulty = state.gate, bool(state.done[0]), int(state.faulty[0])
-            for emission in self._emissions(jax.device_get(outputs), int(count), wanted - 1):
+            # Copies: the next call takes the arrays of this state over.
+            self.gate_state, done, faulty, outputs, count = jax.device_get((state.gate, state.done, state.faulty, outputs, count))
+            for emission in self._emissions(outputs, int(count), wanted - 1):
                 wanted -= len(emission.tokens)
                 yield emission
-            if faulty >= 0:
-                raise NumericsError(_not_finite(faulty))
+            if faulty[0] >= 0:
+                raise NumericsError(_not_finite(int(faulty[0])))
 
     def _emissions(self, outputs: rounds.RoundOutput, count: int, remaining: int) -> Iterator[Emission]:
         for i in range(count):
@@ -133,7 +150,8 @@ class Engine:
             stops = [j for j, token in enumerate(tokens) if token in self.request.stop_token_ids]
             tokens = tokens[:stops[0] + 1] if stops else tokens
             remaining -= len(tokens)
-            yield Emission(tokens, None if self.request.mode == "plain" else _record(outputs, i))
+            if tokens:
+                yield Emission(tokens, None if self.request.mode == "plain" else _record(outputs, i))
 
 
 def _record(outputs: rounds.RoundOutput, i: int) -> RoundRecord:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from pathlib import Path
 
 from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.gate import GateConfig
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     gate = dataclasses.replace(gate, enabled=True) if args.gate else gate
     if args.record and (gate.enabled or args.mode == "plain"):
         raise ConfigError("--record needs a speculative mode with the gate off, so that every round verifies the whole block")
+    if args.record and not Path(args.record).parent.is_dir():
+        raise ConfigError(f"--record {args.record}: {Path(args.record).parent} is not a directory")
     prompt = _read_prompt(args)
     import dspark_jax as dspark
     model = dspark.load(args.checkpoint, max_seq_len=args.max_seq_len, dtype=args.dtype,
@@ -51,12 +54,10 @@ def run(args: argparse.Namespace) -> int:
                    seed=args.seed, stop_token_ids=_stop_ids(model, args.stop))
     session = _Session(model, prompt, options, show=not args.json)
     session.run()
+    result = session.result()
+    print(json.dumps(result, indent=1)) if args.json else print("\n" + summary(result), file=sys.stderr)
     if args.record:
-        _record(model, prompt, session.result(), args.record)
-    if args.json:
-        print(json.dumps(session.result(), indent=1))
-    else:
-        print("\n" + summary(session.result()), file=sys.stderr)
+        _record(model, session, args.record)
     return 130 if session.interrupted else 0
 
 
@@ -128,16 +129,17 @@ def _stop_id(model, stop: str) -> int:
     if stop.lstrip("-").isdecimal():
         return int(stop)
     token = model.tokenizer.token_to_id(stop) if model.tokenizer else None
-    if token is None:
-        raise PromptError(f"--stop {stop!r}: neither a token id nor a token of this checkpoint's tokenizer")
+    if token is None:  # the vocabulary may spell it otherwise than the text: a blank or a line break in a byte-level one
+        ids = model.tokenizer.encode(stop, add_special_tokens=False).ids if model.tokenizer else []
+        if len(ids) != 1:
+            raise PromptError(f"--stop {stop!r}: neither a token id nor a single token of this checkpoint's tokenizer")
+        token = ids[0]
     return token
 
 
-def _record(model, prompt: str, result: dict, path: str) -> None:
+def _record(model, session: _Session, path: str) -> None:
     from dspark_jax.costs import measure
-    from dspark_jax.engine import RoundRecord
     from dspark_jax.replay import RoundsRecorder
     recorder = RoundsRecorder(model.config.dspark_block_size, "dspark generate", "times are medians measured after the run")
-    records = [RoundRecord(**record) for record in result["rounds"]]
-    recorder.add("prompt", records, **measure(model, model.tokenizer.encode(prompt).ids))
+    recorder.add("prompt", session.finished.records, **measure(model, list(session.request.prompts[0])))
     recorder.write(path)

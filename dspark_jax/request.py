@@ -86,6 +86,8 @@ def _check_prompt(model: Model, i: int, ids: list[int], max_new_tokens: int) -> 
 def _stop_ids(model: Model, stop_token_ids) -> frozenset[int]:
     if stop_token_ids is None:
         return frozenset(model.config.eos_token_id)
+    if not isinstance(stop_token_ids, (list, tuple, set, frozenset, np.ndarray)):
+        raise PromptError(f"stop_token_ids: expected a list of token ids, got {stop_token_ids!r}")
     for token in stop_token_ids:
         if not isinstance(token, (int, np.integer)) or isinstance(token, bool) or not 0 <= token < model.config.vocab_size:
             raise PromptError(f"stop_token_ids: {token!r} is not a token id (0 to {model.config.vocab_size - 1})")

@@ -44,9 +44,9 @@ class RoundOutput:
     """What one round did; of a stream that was done before: emitted 0."""
 
     tokens: jax.Array      # [B, K+1] int32: what the main model says; the first `emitted` count
-    emitted: jax.Array     # [B] int32: accepted + 1
+    emitted: jax.Array     # [B] int32: accepted + 1; fewer where the logits behind a token that is wanted are not finite
     proposed: jax.Array    # [B] int32: K, or 0 after a margin skip
-    verified: jax.Array    # [B] int32: drafts chosen to be verified
+    verified: jax.Array    # [B] int32: drafts chosen to be verified, of those that the cache has room for
     accepted: jax.Array    # [B] int32: leading drafts that matched
     confidence: jax.Array  # [B, K] float32; of no meaning after a margin skip
     margin: jax.Array      # [B] float32: of the anchor that the round began with
@@ -93,7 +93,7 @@ def verify_block(module: DSpark, limits: Limits, state: RoundState, drafts: jax.
     said = choose_token(logits)[0]
     match = (said[:, :-1] == drafts) & (jnp.arange(drafts.shape[1]) < n[:, None])
     accepted = jnp.sum(jnp.cumprod(match, axis=1), axis=1).astype(jnp.int32)
-    return Verdict(_commit_within(cache, limits, jnp.where(active, accepted + 1, 0)), said, accepted, logits)
+    return Verdict(commit(cache, jnp.where(active, accepted + 1, 0)), said, accepted, logits)
 
 
 def verify_sequentially(module: DSpark, limits: Limits, state: RoundState, drafts: jax.Array, n: jax.Array) -> Verdict:
@@ -109,7 +109,7 @@ def verify_sequentially(module: DSpark, limits: Limits, state: RoundState, draft
         draft = drafts[:, jnp.minimum(i, block - 1)]
         match = going & (i < n) & (said == draft)
         verdict = Verdict(
-            _commit_within(cache, limits, going.astype(jnp.int32)),
+            commit(cache, going.astype(jnp.int32)),
             verdict.tokens.at[:, i].set(jnp.where(going, said, verdict.tokens[:, i])),
             verdict.accepted + match,
             verdict.logits.at[:, i].set(logits),
@@ -122,18 +122,14 @@ def verify_sequentially(module: DSpark, limits: Limits, state: RoundState, draft
     return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), body, carry)[3]
 
 
-def _commit_within(cache: Cache, limits: Limits, n: jax.Array) -> Cache:
-    """Rows beyond the end are never committed; only a last round, whose surplus is dropped, can reach it."""
-    return commit(cache, jnp.minimum(n, limits.max_seq_len - cache.position))
-
-
 def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify, state: RoundState):
-    """One round of `verify`: (state, RoundOutput, Verdict)."""
+    """One round of `verify`: (state, RoundOutput, Verdict). Near the end of the cache only drafts that it has room for are verified."""
     active = ~state.done
     by_margin = active & gate.margin_skip(config, state.margin)
     drafts, confidence = _draft_unless(module, state, jnp.all(by_margin | state.done))
     block = drafts.shape[1]
-    n = jnp.where(active & ~by_margin, gate.choose(config, state.gate, confidence), 0)
+    room = jnp.maximum(limits.max_seq_len - 1 - state.cache.position, 0)
+    n = jnp.where(active & ~by_margin, jnp.minimum(gate.choose(config, state.gate, confidence), room), 0)
     verdict = verify(module, limits, state, drafts, n)
     learned = gate.observe(config, state.gate, confidence, verdict.accepted, n)
     learned = gate.note_skipped(learned, active & (n == 0), by_margin)
@@ -175,7 +171,12 @@ def step(module: DSpark, limits: Limits, mode: str, config: GateConfig, state: R
     else:
         verify = {"sequential": verify_sequentially, "block": verify_block}[mode]
         state, output, verdict = speculative_step(module, limits, config, verify, state)
-    return _advance(state, output, verdict, before, stop_ids), output, verdict.logits
+    wanted = _wanted(state, output, stop_ids)
+    broken = wanted & ~jnp.isfinite(jnp.max(verdict.logits, axis=-1))
+    first = jnp.argmax(broken, axis=1).astype(jnp.int32)
+    output = output.replace(emitted=jnp.where(broken.any(axis=1), first, output.emitted))
+    state = state.replace(faulty=jnp.where(broken.any(axis=1), before + first, state.faulty))
+    return _advance(state, output, verdict, stop_ids), output, verdict.logits
 
 
 def _plain_output(module: DSpark, state: RoundState, verdict: Verdict) -> RoundOutput:
@@ -184,23 +185,31 @@ def _plain_output(module: DSpark, state: RoundState, verdict: Verdict) -> RoundO
     return RoundOutput(verdict.tokens, (~state.done).astype(jnp.int32), none, none, none, confidence, state.margin, none)
 
 
-def _advance(state: RoundState, output: RoundOutput, verdict: Verdict, before: jax.Array, stop_ids: jax.Array) -> RoundState:
+def _stops(output: RoundOutput, stop_ids: jax.Array) -> jax.Array:
+    """bool [B, K+1]: emitted stop tokens."""
+    emitted = jnp.arange(output.tokens.shape[1]) < output.emitted[:, None]
+    return emitted & jnp.any(output.tokens[..., None] == stop_ids, axis=-1)
+
+
+def _wanted(state: RoundState, output: RoundOutput, stop_ids: jax.Array) -> jax.Array:
+    """bool [B, K+1]: tokens that a plain decode would emit too: not more than wanted, none behind a stop token."""
+    stops = _stops(output, stop_ids)
+    many = jnp.minimum(output.emitted, state.remaining)[:, None]
+    return (jnp.arange(stops.shape[1]) < many) & (jnp.cumsum(stops, axis=1) - stops == 0)
+
+
+def _advance(state: RoundState, output: RoundOutput, verdict: Verdict, stop_ids: jax.Array) -> RoundState:
     """The last emitted token becomes the anchor; a stop token, the wanted length or a fault ends a stream."""
-    rows = jnp.arange(output.tokens.shape[1])
-    counts = rows < output.emitted[:, None]
     last = jnp.maximum(output.emitted - 1, 0)[:, None]
     _, margin, _ = choose_token(jnp.take_along_axis(verdict.logits, last[..., None], axis=1)[:, 0])
-    broken = counts & ~jnp.isfinite(jnp.max(verdict.logits, axis=-1))
-    faulty = jnp.where(broken.any(axis=1), before + jnp.argmax(broken, axis=1), state.faulty)
-    stopped = jnp.any(counts & jnp.any(output.tokens[..., None] == stop_ids, axis=-1), axis=1)
+    stopped = jnp.any(_stops(output, stop_ids), axis=1)
     remaining = state.remaining - output.emitted
     return state.replace(
         cache=verdict.cache,
         anchor=jnp.where(state.done, state.anchor, jnp.take_along_axis(output.tokens, last, axis=1)[:, 0]),
         margin=jnp.where(state.done, state.margin, margin),
         remaining=remaining,
-        done=state.done | stopped | (remaining <= 0) | (faulty >= 0),
-        faulty=faulty,
+        done=state.done | stopped | (remaining <= 0) | (state.faulty >= 0),
     )
 
 
