@@ -117,7 +117,7 @@ class Maker:
 
 
 class ShapeSource:
-    """Shapes and dtypes only; remembers every official tensor that the model wants, in `specs`, and where it goes."""
+    """Shapes and dtypes only, cut by sharding(declaration, layers) if given; remembers every official tensor wanted, in `specs`."""
 
     def __init__(self, dtype=jnp.float32, packed_experts: bool = False, sharding: Callable | None = None):
         self.dtype, self.packed_experts, self._sharding = dtype, packed_experts, sharding
@@ -126,7 +126,7 @@ class ShapeSource:
     def __call__(self, declared, prefixes):
         for prefix in prefixes:
             self.specs.update({spec.name: spec for spec, _ in declared.pieces(prefix)})
-        sharding = self._sharding(declared) if self._sharding else None
+        sharding = self._sharding(declared, len(prefixes)) if self._sharding else None
         return jax.ShapeDtypeStruct(declared.array_shape(len(prefixes)), declared.array_dtype(self.dtype), sharding=sharding)
 
 

@@ -102,7 +102,7 @@ def cache_bytes(config: ModelConfig, context: int, dtype="bfloat16") -> int:
 def activation_bytes(config: ModelConfig, mesh: tuple[int, int], streams: int) -> int:
     """Estimate of the most memory that a prefill chunk or a round needs beside parameters and cache.
 
-    Rows of a round: streams per device x (K + 1). For each row: logits of all devices and their masked copy (float32), what the
+    Rows of a round: streams per device x (K + 1); of a prefill: streams per device x chunk. For each row of a round: logits of all devices and their masked copy (float32), what the
     drafter proposes likewise, the residual streams, one block of gathered entries, and the attention scores of the device's heads.
     """
     rows = _local(streams, mesh) * (config.dspark_block_size + 1)
@@ -118,7 +118,7 @@ def activation_bytes(config: ModelConfig, mesh: tuple[int, int], streams: int) -
         return rows * (streams + keys + scores + queries)
 
     logits = 4 * config.vocab_size * 4
-    return max(layer(rows) + rows * logits, layer(chunk) + 2 * logits)
+    return max(layer(rows) + rows * logits, layer(_local(streams, mesh) * chunk) + _local(streams, mesh) * logits)
 
 
 def _local(streams: int, mesh: tuple[int, int]) -> int:
