@@ -49,8 +49,8 @@ def _half_e2m1(code):
     return jax.lax.bitcast_convert_type((bits | ((code & 8) << 12)).astype(jnp.int16), jnp.bfloat16)
 
 
-# Four bytes to four weights. $0,$1: two bfloat16 each; $2: the bytes, $3: the scale twice, as bfloat16. The wanted nibble is the upper one
-# of its byte (after the shift, for the even columns). A byte is moved to the top of a half word; sign and magnitude then go to bfloat16's
+# Four bytes to four weights. $0,$1: two bfloat16 each; $2: the bytes, $3,$4: their scales, two bfloat16 each (the four bytes may come from
+# different rows). The wanted nibble is the upper one of its byte (after the shift, for the even columns). A byte is moved to the top of a half word; sign and magnitude then go to bfloat16's
 # sign and to its lowest exponent and highest mantissa bits, which is the e2m1 value times 2^-126 (0.5 is a subnormal, which this
 # instruction set keeps). Left to the compiler the same arithmetic takes 30 instructions a weight instead of 3.
 _UNPACK_PTX = """{
@@ -68,7 +68,7 @@ lop3.b32 m1, t1, 0x80008000, m1, 0xea;
 mul.rn.bf16x2 m0, m0, k;
 mul.rn.bf16x2 m1, m1, k;
 mul.rn.bf16x2 $0, m0, $3;
-mul.rn.bf16x2 $1, m1, $3;
+mul.rn.bf16x2 $1, m1, $4;
 }"""
 
 
@@ -76,11 +76,11 @@ def _unpack_ptx(packed, scales):
     """`_unpack_plain` in PTX."""
     from jax.experimental.pallas import triton
 
-    byte = scales.astype(jnp.int32)
-    pair = jnp.where(byte == 0, 0x00400040, byte * 0x00800080)  # 2 ** (b - 127) twice; byte 0 is a subnormal
+    byte = scales.astype(jnp.int16)
+    scale = jax.lax.bitcast_convert_type(jnp.where(byte == 0, 0x0040, byte << 7).astype(jnp.int16), jnp.bfloat16)  # byte 0 is a subnormal
     result = [jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)]
     half = lambda shift: triton.elementwise_inline_asm(
-        _UNPACK_PTX.replace("SHIFT", shift), args=[packed, pair], constraints="=r,=r,r,r,r,r,r", pack=4, result_shape_dtypes=result
+        _UNPACK_PTX.replace("SHIFT", shift), args=[packed, scale], constraints="=r,=r,r,r,r", pack=4, result_shape_dtypes=result
     )
     return half("4")[0], half("0")[0]
 
@@ -165,26 +165,47 @@ def _fit(blocks: Blocks, width: int, inner: int) -> Blocks:
     return blocks._replace(block_n=largest(blocks.block_n, width, inner), block_k=largest(blocks.block_k, width, inner))
 
 
+class Work(NamedTuple):
+    """What the kernels read besides the experts."""
+
+    tile_expert: jax.Array  # [tiles] int32
+    n_tiles: jax.Array  # [1] int32
+    row_of_slot: jax.Array  # [tiles, tile] int32
+    slot_weight: jax.Array  # [tiles, tile] f32
+    x: jax.Array  # bfloat16 [2, T, D/2] by parity
+
+
+def prepare(x, ids, weights, mask, held, first_expert, activation_quant, blocks) -> tuple[Work, routing.Schedule]:
+    """Sort the pairs into tiles; arguments as `moe_fp4`, `held` experts here."""
+    plan = routing.schedule(ids, mask, first_expert, held, blocks.tile)
+    row_of_slot = plan.pair_of_slot // ids.shape[1]
+    slot_weight = weights.reshape(-1).astype(jnp.float32)[plan.pair_of_slot]
+    return Work(plan.tile_expert, plan.n_tiles.reshape(1), row_of_slot, slot_weight, _by_parity(maybe_quantise(x, activation_quant))), plan
+
+
+def run_tiles(work: Work, experts, *, swiglu_limit, activation_quant, blocks, interpret=False):
+    """The two kernels: f32 [tiles * tile, D], meaningless in unused slots."""
+    width, inner, slots = experts.w2.shape[1], experts.w2.shape[2] * 2, work.row_of_slot.size
+    gate_up = functools.partial(_gate_up_kernel, swiglu_limit=swiglu_limit)
+    dtype = jnp.float32 if activation_quant else jnp.bfloat16
+    hidden = _call(gate_up, blocks, inner, slots, dtype, (*work, experts.w13, experts.s13), interpret)
+    hidden = _by_parity(maybe_quantise(hidden, activation_quant))
+    return _call(_down_kernel, blocks, width, slots, jnp.float32, (*work[:2], hidden, experts.w2, experts.s2), interpret)
+
+
+def blocks_for(regime: str, experts, blocks: Blocks | None = None) -> Blocks:
+    """The regime's tile sizes, or those given, reduced to what divides the experts."""
+    return _fit(blocks or (PREFILL if regime == "prefill" else DECODE), experts.w2.shape[1], experts.w2.shape[2] * 2)
+
+
 def moe_fp4_gpu(
     x, ids, weights, mask, experts, *, swiglu_limit, first_expert, activation_quant, regime, blocks: Blocks | None = None, interpret=False
 ):
-    """See `pallas_kernels.moe.moe_fp4`. D and F multiples of 32. Activations are rounded to bfloat16 before each product.
+    """See `pallas_kernels.moe.moe_fp4`. Experts packed, D and F multiples of 32. Activations are rounded to bfloat16 before each product.
 
     blocks: overrides the regime's tile sizes, for tuning. interpret: run on any platform, for tests.
     """
-    experts_held, width, inner = experts.w2.shape[0], experts.w2.shape[1], experts.w2.shape[2] * 2
-    blocks = _fit(blocks or (PREFILL if regime == "prefill" else DECODE), width, inner)
-    plan = routing.schedule(ids, mask, first_expert, experts_held, blocks.tile)
-    slots = plan.slot_used.size
-    row_of_slot = plan.pair_of_slot // ids.shape[1]
-    slot_weight = weights.reshape(-1).astype(jnp.float32)[plan.pair_of_slot]
-    where = (plan.tile_expert, plan.n_tiles.reshape(1))
-    call = functools.partial(_call, interpret=interpret)
-
-    x = _by_parity(maybe_quantise(x, activation_quant))
-    gate_up = functools.partial(_gate_up_kernel, swiglu_limit=swiglu_limit)
-    hidden = call(gate_up, blocks, inner, slots, jnp.float32 if activation_quant else jnp.bfloat16,
-                  (*where, row_of_slot, slot_weight, x, experts.w13, experts.s13))
-    hidden = _by_parity(maybe_quantise(hidden, activation_quant))
-    out = call(_down_kernel, blocks, width, slots, jnp.float32, (*where, hidden, experts.w2, experts.s2))
-    return routing.sum_routes(routing.from_tiles(out.reshape(-1, blocks.tile, width), plan), ids.shape[0])
+    blocks = blocks_for(regime, experts, blocks)
+    work, plan = prepare(x, ids, weights, mask, experts.w2.shape[0], first_expert, activation_quant, blocks)
+    out = run_tiles(work, experts, swiglu_limit=swiglu_limit, activation_quant=activation_quant, blocks=blocks, interpret=interpret)
+    return routing.sum_routes(routing.from_tiles(out.reshape(-1, blocks.tile, out.shape[-1]), plan), ids.shape[0])
