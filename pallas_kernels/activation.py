@@ -7,6 +7,8 @@ The official kernels quantise activations on the fly; here a value is replaced b
 
 Both keep shape and dtype, compute in float32 and pass gradients through unchanged.
 """
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -28,6 +30,17 @@ def round_to_e2m1(x: jax.Array) -> jax.Array:
     return jnp.sign(x) * jnp.round(a / step) * step
 
 
+def round_to_e4m3(x: jax.Array) -> jax.Array:
+    """float32 values within [-448, 448] to the nearest e4m3 value, ties to even.
+
+    Arithmetic instead of a conversion to float8 and back: XLA may drop such a pair as excess precision (seen on a GPU).
+    """
+    exponent = jnp.maximum((jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF, 121) - 3  # below 2 ** -6 all steps are equal
+    step = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    inverse = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+    return jnp.round(x * inverse) * step
+
+
 def _in_blocks(x: jax.Array, block: int, quantise) -> jax.Array:
     width = x.shape[-1]
     pad = -width % block
@@ -42,7 +55,7 @@ def _in_blocks(x: jax.Array, block: int, quantise) -> jax.Array:
 def _e4m3(blocks, amax):
     scale = power_of_two_scale(jnp.maximum(amax, 1e-4), E4M3_MAX)
     scaled = jnp.clip(blocks / scale, -E4M3_MAX, E4M3_MAX)
-    return scaled.astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
+    return round_to_e4m3(scaled) * scale
 
 
 def _e2m1(blocks, amax):
@@ -74,3 +87,27 @@ for _f in (_qa128, _qa64, fp4_act_quant):
 def act_quant(x: jax.Array, block: int) -> jax.Array:
     """QA: e4m3 in blocks of 128 (inputs of linears) or 64 (key/value channels). x [..., width]; a last block may be shorter."""
     return {128: _qa128, 64: _qa64}[block](x)
+
+
+def act_quant_of_part(x: jax.Array, block: int, axis_name: str) -> jax.Array:
+    """QA of channels that are cut over the devices of a mesh axis: x [..., k] is this device's part, under `jax.shard_map`.
+
+    Blocks count from the first channel of all. One that lies on several devices takes the largest magnitude of them all.
+    """
+    devices = jax.lax.axis_size(axis_name)
+    if devices == 1 or x.shape[-1] % block == 0:
+        return act_quant(x, block)
+    return _qa_cut(x, block, axis_name)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _qa_cut(x, block, axis_name):
+    width, blocks = x.shape[-1], -(-x.shape[-1] * jax.lax.axis_size(axis_name) // block)
+    block_of = (jax.lax.axis_index(axis_name) * width + jnp.arange(width)) // block
+    mine = block_of == jnp.arange(blocks)[:, None]
+    values = x.astype(jnp.float32)
+    largest = jnp.max(jnp.where(mine, jnp.abs(values)[..., None, :], 0), axis=-1)
+    return _e4m3(values, jax.lax.pmax(largest, axis_name)[..., block_of]).astype(x.dtype)
+
+
+_qa_cut.defjvp(lambda block, axis_name, primals, tangents: (_qa_cut(primals[0], block, axis_name), tangents[0]))
