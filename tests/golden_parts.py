@@ -87,9 +87,10 @@ def rotary_rows(config, _, position, valid) -> Rows:
     return new_rows(config, position, ROWS, valid)
 
 
-def attention(config, block, x, rows: Rows):
-    """Attention sub-layer of a whole prompt from an empty cache: x [1, ROWS, D] (after attn_norm) -> output, cache, indexer."""
+def attention(config, block, x, rows: Rows, fill=0.0):
+    """Attention sub-layer of a whole prompt: x [1, ROWS, D] (after attn_norm) -> output, cache, indexer. fill: what the cache holds."""
     cache = new_layer_cache(config, block.kind, 1, 1, MAX_SEQ_LEN, ROWS, jnp.float32)
+    cache = jax.tree.map(lambda a: jnp.full_like(a, fill), cache)
     y, cache = attend_cached(block, config, x, rows, cache, 0)
     return y, cache, _indexer(config, block, x, rows, cache)
 
@@ -111,7 +112,8 @@ def moe(config, block, x, ids, mask):
 
 def whole_layer(config, block, streams, ids, valid):
     """streams [1, ROWS, M, D] -> everything the golden files know of a layer."""
-    rows, seen, ffn = new_rows(config, jnp.zeros((1,), jnp.int32), ROWS, valid), {}, type(block.ffn)
+    rows, seen = new_rows(config, jnp.zeros((1,), jnp.int32), ROWS, valid), {}
+    ffn, ffn_call = type(block.ffn), type(block.ffn).__call__
 
     def attend(x):
         y, cache, index = attention(config, block, x, rows)
@@ -123,7 +125,7 @@ def whole_layer(config, block, streams, ids, valid):
         seen.update(moe_in=x, moe_out=y)
         return y, routing
 
-    ffn_call, split = ffn.__call__, tuple(streams[:, :, j] for j in range(streams.shape[2]))
+    split = tuple(streams[:, :, j] for j in range(streams.shape[2]))
     with unittest.mock.patch.object(ffn, "__call__", recorded):
         out, _, (chosen, weights, _) = block(split, attend, ids, rows.mask, "decode")
     return dict(seen, out=jnp.stack(out, axis=2), chosen=chosen, weights=weights)
@@ -141,6 +143,13 @@ def main_head(config, main, streams):
 def stage_keys(config, drafter, hidden, positions):
     """hidden [1, n, N*D] at positions [1, n] -> what stage keys are made of [1, n, D], and the keys [Z, 1, n, C]."""
     return drafter.main_x(hidden), drafter.stage_keys(hidden, rotation(config, False, positions))
+
+
+def draft_from_hidden(config, module, hidden, positions, token):
+    """Draft from 16 captured hidden [1, 16, N*D] at positions [1, 16], the first a multiple of 16 and the last the seed."""
+    rings = module.drafter.stage_keys(hidden, rotation(config, False, positions))
+    y, (_, chosen) = module.drafter.run_stages(module.main, rings, positions[:, -1] + 1, token)
+    return module.drafter.decode(module.main, y, token), chosen
 
 
 def draft_parts(config, module, rings, position, token):
