@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from dspark_jax import cache as caches
 from dspark_jax.cache import Cache
@@ -14,12 +15,16 @@ from dspark_jax.drafter import Draft
 from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.loading import DSpark, Model
 from dspark_jax.platform import jit
+from dspark_jax.sharding import cache_shardings, cache_specs, on_mesh, parameter_specs, stream_spec
 
 
 def new_cache(model: Model, batch: int = 1) -> Cache:
     """An empty cache for `batch` streams."""
     limits = model.limits
-    return caches.new_cache(model.config, batch, limits.max_seq_len, limits.rows, jnp.dtype(model.numerics.dtype))
+    shapes = jax.eval_shape(lambda: caches.new_cache(model.config, batch, limits.max_seq_len, limits.rows,
+                                                     jnp.dtype(model.numerics.dtype)))
+    return jax.tree.map(lambda leaf, where: jnp.zeros(leaf.shape, leaf.dtype, device=where), shapes,
+                        cache_shardings(model.mesh, shapes))
 
 
 def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Array, Cache]:
@@ -30,8 +35,9 @@ def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Ar
 
     Raises PromptError for ids outside the vocabulary, more rows than the cache was made for, or rows beyond its end.
     """
-    tokens, valid = np.asarray(tokens, np.int32), np.asarray(valid, np.int32)
+    tokens, valid = np.asarray(tokens), np.asarray(valid, np.int32)
     check_rows(model, cache, tokens, valid)
+    tokens = tokens.astype(np.int32)
     width = max(tokens.shape[1], model.limits.fewest)
     padded = np.pad(tokens, [(0, 0), (0, width - tokens.shape[1])])
     logits, hidden, cache = _program(model, "extend")(model.split[1], cache, padded, valid)
@@ -70,8 +76,9 @@ def draft(model: Model, cache: Cache, token, hidden=None, count: int | None = No
     count = most if count is None else count
     if not 1 <= count <= most:
         raise ConfigError(f"count: {count} drafts asked for, dspark_block_size is {most}; use 1 to {most}")
-    token = np.asarray(token, np.int32)
+    token = np.asarray(token)
     check_ids(model, token.ravel())
+    token = token.astype(np.int32)
     if np.min(cache.position) < 1:
         raise PromptError("draft: position 0 has no committed token before it; prefill at least one token first")
     result = _program(model, "draft")(model.split[1], cache, token, hidden)
@@ -112,25 +119,29 @@ def extend_step(module: DSpark, cache: Cache, tokens: jax.Array, valid: jax.Arra
     return y, hidden, module.drafter.prime(cache, hidden, rows)
 
 
-def _extend(graphdef, regime, state, cache, tokens, valid):
-    module = nnx.merge(graphdef, state)
+def _extend(regime, module, cache, tokens, valid):
     y, hidden, cache = extend_step(module, cache, tokens, valid, regime)
     return module.main.logits(y), hidden, cache
 
 
-def _draft(graphdef, state, cache, token, hidden):
-    module = nnx.merge(graphdef, state)
+def _draft(module, cache, token, hidden):
     return module.drafter.draft(module.main, cache, token, hidden)
 
 
 def _program(model: Model, name: str):
-    return _compiled(model.split[0], name)
+    return _compiled(model.split[0], model.mesh, name)
 
 
 @functools.lru_cache(maxsize=None)
-def _compiled(graphdef: nnx.GraphDef, name: str):
-    """One jitted function per structure of model, so that models of one config share their compiled programs."""
-    function = {"extend": functools.partial(_extend, graphdef, "decode"),
-                "prefill": functools.partial(_extend, graphdef, "prefill"),
-                "draft": functools.partial(_draft, graphdef)}[name]
-    return jit(function)
+def _compiled(graphdef: nnx.GraphDef, mesh: Mesh, name: str):
+    """One jitted function per structure of model and mesh, so that models of one config share their compiled programs."""
+    function = {"extend": functools.partial(_extend, "decode"), "prefill": functools.partial(_extend, "prefill"), "draft": _draft}[name]
+
+    def program(state, cache, *arguments):
+        rows, cached = stream_spec(mesh, cache.position.shape[0]), cache_specs(mesh, cache)
+        out = rows if name == "draft" else (rows, rows, cached)
+        device = on_mesh(mesh, lambda state, *rest: function(nnx.merge(graphdef, state), *rest),
+                         (parameter_specs(state), cached, *[rows] * len(arguments)), out)
+        return device(state, cache, *arguments)
+
+    return jit(program)

@@ -80,7 +80,7 @@ class Drafter(nnx.Module):
         rings = cache.stages
         return rings.at[:, jnp.arange(seed.shape[0]), seed % rings.shape[2]].set(keys.astype(rings.dtype))
 
-    def run_stages(self, main: MainModel, rings: jax.Array, position: jax.Array, token: jax.Array):
+    def run_stages(self, main: MainModel, rings: jax.Array, position: jax.Array, token: jax.Array, regime: str = "decode"):
         """rings [Z, B, ring, C], position and token [B] -> collapsed y [B, K, D], and of every stage (streams, chosen experts).
 
         Every row sees the window up to the seed, at position - 1, and the whole block, which is never written to the rings.
@@ -95,7 +95,7 @@ class Drafter(nnx.Module):
         def body(blocks, index, streams):
             def attend(x):
                 return self._attend(blocks[0].attn, x, turn, rings[index], visible)
-            streams, _, routing = blocks[0](streams, attend, ids, jnp.ones(ids.shape, bool), "decode", layer=index)
+            streams, _, routing = blocks[0](streams, attend, ids, jnp.ones(ids.shape, bool), regime, layer=index)
             return streams, (streams, routing[0])
 
         streams, stages = scan_layers(self.stages, main.streams(ids), body, whole_experts=True)
@@ -110,7 +110,7 @@ class Drafter(nnx.Module):
 
     def base_logits(self, main: MainModel, y: jax.Array) -> jax.Array:
         """y [B, K, D] -> [B, K, V] float32, before the Markov term."""
-        return dot(self.norm(y), main.head[...])
+        return dot(self.norm(y), main.draft_head())
 
     def decode(self, main: MainModel, y: jax.Array, token: jax.Array) -> Draft:
         """The Markov head from left to right: each position adds what its predecessor's token says, then takes the best."""

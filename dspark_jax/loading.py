@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from checkpoints.official import OfficialCheckpoint
 from dspark_jax.config import ModelConfig
@@ -19,6 +20,7 @@ from dspark_jax.layers.rope import MAX_POSITIONS
 from dspark_jax.model import MainModel
 from dspark_jax.parameters import Declaration, ShapeSource, Source
 from dspark_jax.platform import fewest_rows, on_cpu
+from dspark_jax.sharding import check_mesh, parameter_sharding
 
 LARGEST_PREFILL_CHUNK = 128
 
@@ -49,7 +51,7 @@ class Limits:
 class Model:
     """A loaded model. `module` is the Flax NNX module (`.main`, `.drafter`); the rest says how it is run.
 
-    config: ModelConfig. tokenizer: tokenizers.Tokenizer or None. limits: Limits. numerics: Numerics.
+    config: ModelConfig. tokenizer: tokenizers.Tokenizer or None. limits: Limits. numerics: Numerics, the mesh included.
     """
 
     config: ModelConfig
@@ -58,6 +60,11 @@ class Model:
     limits: Limits
     numerics: Numerics
 
+    @property
+    def mesh(self) -> Mesh:
+        """The devices that the model is cut over; one device is the mesh (1, 1)."""
+        return self.numerics.mesh
+
     @functools.cached_property
     def split(self) -> tuple[nnx.GraphDef, nnx.State]:
         """The module's structure (static, hashable) and its arrays, for `jax.jit`."""
@@ -65,23 +72,44 @@ class Model:
 
 
 class CheckpointSource:
-    """Values of an official checkpoint, put together for stacked layers."""
+    """Values of an official checkpoint, put together for stacked layers. A process reads what its devices hold, and no more."""
 
-    def __init__(self, checkpoint: OfficialCheckpoint, dtype: str, packed_experts: bool):
-        self.checkpoint, self.dtype, self.packed_experts = checkpoint, dtype, packed_experts
+    def __init__(self, checkpoint: OfficialCheckpoint, numerics: Numerics, packed_experts: bool):
+        self.checkpoint, self.numerics, self.packed_experts = checkpoint, numerics, packed_experts
 
     def __call__(self, declared: Declaration, prefixes: tuple[str, ...]) -> jax.Array:
-        out = np.empty(declared.array_shape(len(prefixes)), declared.array_dtype(self.dtype))
-        for i, prefix in enumerate(prefixes):
-            layer = out[i] if declared.stacked else out
-            for spec, place in declared.pieces(prefix):
-                layer[place] = self._read(spec, declared.part)
-        return jnp.asarray(out)
+        shape = declared.array_shape(len(prefixes))
+        where = parameter_sharding(self.numerics.mesh, declared, len(prefixes))
+        # Devices that hold the same part come one after another, so that it is read once and only one part is in host memory.
+        places = sorted(where.addressable_devices_indices_map(shape).items(), key=lambda item: _bounds(item[1], shape))
+        parts, previous, values = [], None, None
+        for device, index in places:
+            if _bounds(index, shape) != previous:
+                previous, values = _bounds(index, shape), self._part(declared, prefixes, index, shape)
+            parts.append(jax.device_put(values, device))
+        return jax.make_array_from_single_device_arrays(shape, where, parts)
 
-    def _read(self, spec, part: str) -> np.ndarray:
+    def _part(self, declared: Declaration, prefixes, index: tuple[slice, ...], shape) -> np.ndarray:
+        bounds = _bounds(index, shape)
+        out = np.empty([stop - start for start, stop in bounds], declared.array_dtype(self.numerics.dtype))
+        own = [slice(*b) for b in bounds]
+        for i, prefix in enumerate(prefixes):
+            layer, cut = (out[i], own[1:]) if declared.stacked else (out, own)
+            for spec, place in declared.pieces(prefix):
+                if not declared.expert:
+                    layer[...] = self.checkpoint.read(spec, *cut)
+                elif cut[0].start <= place[0] < cut[0].stop:
+                    layer[place[0] - cut[0].start, place[1]] = self._expert(spec, declared.part)
+        return out
+
+    def _expert(self, spec, part: str) -> np.ndarray:
         if part == "value":
             return self.checkpoint.read(spec)
         return self.checkpoint.read_packed(spec)[0 if part == "packed" else 1]
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
 def embedded_checkpoint() -> Path:
@@ -97,7 +125,7 @@ def load(path=None, mesh=None, max_seq_len: int = 4096, prefill_chunk: int | Non
     Args:
       path: a directory with config.json, model.safetensors (or an index and shards) and, if there is one, tokenizer.json.
         None: the embedded tiny checkpoint.
-      mesh: None; one device.
+      mesh: the devices to run on, see `make_mesh`. None: this process's first device.
       max_seq_len: most tokens of one stream, prompt and generated together.
       prefill_chunk: rows of one prefill call, in tokens. None: the window, at most 128.
       dtype: compute dtype, "float32" or "bfloat16". None: float32 on CPU, bfloat16 elsewhere.
@@ -107,15 +135,14 @@ def load(path=None, mesh=None, max_seq_len: int = 4096, prefill_chunk: int | Non
       CheckpointError: missing, damaged or mismatched files; lists every faulty tensor by name, before anything is allocated.
       ConfigError: a config.json or an argument that is not understood.
     """
-    if mesh is not None:
-        raise ConfigError("mesh: this version runs on one device; leave mesh at None")
     path = embedded_checkpoint() if path is None else Path(path)
     checkpoint = OfficialCheckpoint.open(path)
     config = ModelConfig.from_dict(checkpoint.config_dict)
-    numerics = Numerics(dtype_name(dtype), bool(activation_quant))
+    numerics = Numerics(dtype_name(dtype), bool(activation_quant), mesh)
+    check_mesh(numerics.mesh, config)
     limits = make_limits(config, max_seq_len, prefill_chunk)
     checkpoint.check(list(expected_tensors(config).values()))
-    module = DSpark(config, numerics, CheckpointSource(checkpoint, numerics.dtype, packed_experts=not on_cpu()))
+    module = DSpark(config, numerics, CheckpointSource(checkpoint, numerics, packed_experts=not on_cpu()))
     return Model(config, read_tokenizer(path, config), module, limits, numerics)
 
 

@@ -15,6 +15,7 @@ from dspark_jax.layers.norm import RMSNorm
 from dspark_jax.layers.numerics import Numerics, dot
 from dspark_jax.parameters import Maker, Source
 from dspark_jax.segments import SegmentPlan, scan_layers, segments
+from dspark_jax.sharding import MODEL, gather_over_model, model_index, model_shards, replicate, sum_over_model
 
 
 class MainModel(nnx.Module):
@@ -29,14 +30,28 @@ class MainModel(nnx.Module):
         self.collapse = Collapse(config, numerics.dtype, make)
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, numerics.dtype, make)
         self.head = make("head.weight", table, "bf16", ("vocab", None))
+        # Where the head is cut, every device has the whole of it once more for the drafter, whose inner loop must not communicate.
+        self.whole_head = nnx.Variable(replicate(numerics.mesh, self.head.get_value())) if numerics.mesh.shape[MODEL] > 1 else None
 
     def streams(self, ids: jax.Array):
         """ids [B, T] -> the M equal residual streams they start as."""
-        return (self.embed[...][ids],) * self.config.hc_mult
+        return (self._embedding(ids),) * self.config.hc_mult
+
+    def _embedding(self, ids: jax.Array) -> jax.Array:
+        table = self.embed[...]
+        if model_shards() == 1:
+            return table[ids]
+        own = ids - table.shape[0] * model_index()
+        held = (own >= 0) & (own < table.shape[0])
+        return sum_over_model(jnp.where(held[..., None], table[jnp.where(held, own, 0)], 0))
 
     def logits(self, y: jax.Array) -> jax.Array:
-        """Collapsed output y [B, T, D] -> [B, T, V] float32."""
-        return at_least_two_rows(lambda rows: dot(self.norm(rows), self.head[...]), y)
+        """Collapsed output y [B, T, D] -> [B, T, V] float32, the whole vocabulary on every device."""
+        return gather_over_model(at_least_two_rows(lambda rows: dot(self.norm(rows), self.head[...]), y))
+
+    def draft_head(self) -> jax.Array:
+        """The head [V, D] as the drafter uses it, whole on every device."""
+        return self.head[...] if self.whole_head is None else self.whole_head[...]
 
     def extend(self, cache: Cache, tokens: jax.Array, valid: jax.Array, regime: str):
         """Computes tokens [B, T] at the cache's position, of which the first valid [B] count; see `dspark_jax.extend`.

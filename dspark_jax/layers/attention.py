@@ -56,13 +56,13 @@ def finish(running: Running, dtype) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Projections of one attention sub-layer. Tensors `attn.*` of spec section 2."""
+    """Projections of one attention sub-layer. Tensors `attn.*` of spec section 2. H is the heads at hand, a part of them on a mesh."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, make):
         d, h, c, rank = config.hidden_size, config.num_attention_heads, config.head_dim, config.q_lora_rank
         groups, group_rank = config.o_groups, config.o_lora_rank
         self.numerics, self.eps = numerics, config.rms_norm_eps
-        self.heads, self.width, self.groups = h, c, groups
+        self.width, self.group_rank = c, group_rank
         self.plain = c - config.qk_rope_head_dim
         self.wq_a = make("attn.wq_a", (rank, d), "fp8")
         self.q_norm = RMSNorm("attn.q_norm", rank, self.eps, numerics.dtype, make)
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
     def queries(self, x: jax.Array, rotation) -> tuple[jax.Array, jax.Array]:
         """x [B, T, D] -> low-rank queries [B, T, rank] (the indexer shares them) and rotated heads [B, T, H, C]."""
         low = self.q_norm(self.numerics.linear(x, self.wq_a[...]))
-        q = self.numerics.linear(low, self.wq_b[...]).reshape(*x.shape[:2], self.heads, self.width)
+        q = self.numerics.linear(low, self.wq_b[...]).reshape(*x.shape[:2], -1, self.width)
         q = (q.astype(jnp.float32) * inverse_rms(q, self.eps)).astype(self.numerics.dtype)
         cos, sin = rotation
         return low, rotate(q, (cos[:, :, None], sin[:, :, None]))
@@ -94,8 +94,9 @@ class Attention(nnx.Module):
         """o [B, T, H, C] -> [B, T, D]: rotated back by the query's position, then the grouped low-rank output."""
         cos, sin = rotation
         o = rotate(o, (cos[:, :, None], sin[:, :, None]), inverse=True)
-        o = o.reshape(*o.shape[:2], self.groups, -1)
-        wo_a = self.wo_a[...].reshape(self.groups, -1, o.shape[-1])
+        wo_a = self.wo_a[...]
+        wo_a = wo_a.reshape(-1, self.group_rank, wo_a.shape[-1])
+        o = o.reshape(*o.shape[:2], *wo_a.shape[::2])
         z = jnp.einsum("btgk,grk->btgr", o, wo_a, precision=precision(o), preferred_element_type=jnp.float32)
         z = z.astype(self.numerics.dtype).reshape(*o.shape[:2], -1)
-        return self.numerics.linear(z, self.wo_b[...])
+        return self.numerics.summed_linear(z, self.wo_b[...])

@@ -10,6 +10,7 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.layers.compressor import Compressor
 from dspark_jax.layers.numerics import Numerics, dot, precision
 from dspark_jax.layers.rope import rotate
+from dspark_jax.sharding import sum_over_model
 from pallas_kernels.activation import fp4_act_quant
 
 
@@ -34,7 +35,7 @@ class Indexer(nnx.Module):
 
     def queries(self, low: jax.Array, rotation) -> jax.Array:
         """low [B, T, rank] -> [B, T, Hi, di]."""
-        q = self.numerics.linear(low, self.wq_b[...]).reshape(*low.shape[:2], self.heads, self.width)
+        q = self.numerics.linear(low, self.wq_b[...]).reshape(*low.shape[:2], -1, self.width)
         cos, sin = rotation
         return self.quantise(rotate(q, (cos[:, :, None], sin[:, :, None])))
 
@@ -50,4 +51,5 @@ class Indexer(nnx.Module):
     def scores(self, q: jax.Array, weights: jax.Array, entries: jax.Array) -> jax.Array:
         """q [B, T, Hi, di], weights [B, T, Hi], entries [B, S, di] -> [B, T, S] float32."""
         products = jnp.einsum("bthc,bsc->bths", q, entries, precision=precision(q), preferred_element_type=jnp.float32)
-        return jnp.einsum("bth,bths->bts", weights, jax.nn.relu(products), precision=jax.lax.Precision.HIGHEST)
+        scores = jnp.einsum("bth,bths->bts", weights, jax.nn.relu(products), precision=jax.lax.Precision.HIGHEST)
+        return sum_over_model(scores)

@@ -8,6 +8,7 @@ from flax import nnx
 import pallas_kernels
 from dspark_jax.config import ModelConfig
 from dspark_jax.layers.numerics import Numerics, dot
+from dspark_jax.sharding import model_index, sum_over_model
 
 
 class Experts(nnx.Module):
@@ -30,7 +31,7 @@ class Experts(nnx.Module):
         return pallas_kernels.Experts(w13=self.w13[...], s13=scales[0], w2=self.w2[...], s2=scales[1])
 
     def of_all_layers(self) -> pallas_kernels.Experts:
-        """The experts of n stacked layers as n*E experts: layer l's expert e is number l*E + e."""
+        """The experts of n stacked layers as n*E experts, without a copy: layer l's expert e is number l*E + e."""
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), self.arrays())
 
 
@@ -86,13 +87,22 @@ class MoE(nnx.Module):
         regime: "decode" or "prefill", see `pallas_kernels.moe_fp4`. layer: the experts hold all layers of the stack, this is the one.
         """
         chosen, weights, scores = self.route(x, ids)
-        experts, numbers = self.experts.arrays(), chosen
-        if layer is not None:
-            experts, numbers = self.experts.of_all_layers(), chosen + layer * scores.shape[-1]
-        routed = pallas_kernels.moe_fp4(_flat(x), _flat(numbers), _flat(weights), _flat(mask), experts, swiglu_limit=self.limit,
-                                        activation_quant=self.numerics.activation_quant, regime=regime)
-        y = routed.reshape(x.shape) + self.shared(x).astype(jnp.float32)
+        routed = sum_over_model(self.routed(x, chosen, weights, mask, regime, layer))
+        y = routed + self.shared(x).astype(jnp.float32)
         return y.astype(self.numerics.dtype), (chosen, weights, scores)
+
+    def routed(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, mask: jax.Array, regime: str, layer=None) -> jax.Array:
+        """What the experts at hand add, [B, T, D] float32: all of them, or on a mesh this device's."""
+        held = self.experts.arrays()
+        count = held.w13.shape[-3]
+        numbers = chosen - count * model_index()
+        if layer is not None:
+            # Another device's expert must not become one of another layer.
+            numbers = jnp.where((numbers >= 0) & (numbers < count), numbers + layer * count, -1)
+            held = self.experts.of_all_layers()
+        y = pallas_kernels.moe_fp4(_flat(x), _flat(numbers), _flat(weights), _flat(mask), held, swiglu_limit=self.limit,
+                                   activation_quant=self.numerics.activation_quant, regime=regime)
+        return y.reshape(x.shape)
 
 
 def _flat(a: jax.Array) -> jax.Array:

@@ -1,21 +1,32 @@
-"""Precision of a model, and the two products everything is built from."""
+"""Precision and devices of a model, and the products everything is built from."""
 from __future__ import annotations
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from dspark_jax import sharding
 from dspark_jax.platform import longest_sum
-from pallas_kernels.activation import act_quant
+from pallas_kernels.activation import act_quant, act_quant_of_part
 
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-    """dtype: compute dtype name, "float32" or "bfloat16". activation_quant: simulate the official FP8/FP4 activation quantisation."""
+    """How and where a model computes.
+
+    dtype: compute dtype name, "float32" or "bfloat16". activation_quant: simulate the official FP8/FP4 activation quantisation.
+    devices: the mesh the arrays are cut over (sharding.py); None: this process's first device.
+    """
 
     dtype: str = "float32"
     activation_quant: bool = True
+    devices: Mesh | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.devices or sharding.single_device()
 
     def quantise(self, x: jax.Array, block: int) -> jax.Array:
         return act_quant(x, block) if self.activation_quant else x
@@ -23,6 +34,12 @@ class Numerics:
     def linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """A linear whose weight is stored FP8 (spec section 3, lin). x [..., K], weight [N, K] -> [..., N] in the compute dtype."""
         return dot(self.quantise(x, 128), weight).astype(self.dtype)
+
+    def summed_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """`linear` where the K channels of x [..., K] and weight [N, K] are cut over the model axis: the devices' products are summed."""
+        if self.activation_quant:
+            x = act_quant_of_part(x, 128, sharding.MODEL) if sharding.model_shards() > 1 else act_quant(x, 128)
+        return sharding.sum_over_model(dot(x, weight)).astype(self.dtype)
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
