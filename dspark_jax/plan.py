@@ -102,8 +102,9 @@ def cache_bytes(config: ModelConfig, context: int, dtype="bfloat16") -> int:
 def activation_bytes(config: ModelConfig, mesh: tuple[int, int], streams: int) -> int:
     """Estimate of the most memory that a prefill chunk or a round needs beside parameters and cache.
 
-    Rows of a round: streams per device x (K + 1); of a prefill: streams per device x chunk. For each row of a round: logits of all devices and their masked copy (float32), what the
-    drafter proposes likewise, the residual streams, one block of gathered entries, and the attention scores of the device's heads.
+    Rows of a round: streams per device x (K + 1); of a prefill: streams per device x chunk. For each row of either: the residual
+    streams, one block of gathered entries, the attention scores and queries of the device's heads. For each row of a round: the logits
+    of the main model and of the drafter, and a masked copy of both, float32.
     """
     rows = _local(streams, mesh) * (config.dspark_block_size + 1)
     chunk = min(config.sliding_window, LARGEST_PREFILL_CHUNK)

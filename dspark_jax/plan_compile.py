@@ -1,0 +1,100 @@
+"""Compiles the full-size programs for a TPU topology on a machine without one, from shapes alone: no weights, no device.
+
+What the TPU compiler then says about memory is what it would say there.
+"""
+from __future__ import annotations
+
+import functools
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dspark_jax import cache as caches
+from dspark_jax import gate
+from dspark_jax import round as rounds
+from dspark_jax.config import ModelConfig
+from dspark_jax.errors import ConfigError
+from dspark_jax.layers.numerics import Numerics
+from dspark_jax.loading import DSpark, make_limits
+from dspark_jax.parameters import ShapeSource
+from dspark_jax.platform import compiling_for
+from dspark_jax.sharding import cache_shardings, make_mesh, parameter_sharding, replicated
+
+# A TPU compiler without a TPU asks the machine for these, and finds nothing.
+_NO_MACHINE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+
+def topology_devices(topology: str) -> list:
+    """The devices of a TPU topology such as "v5p:2x2x1". Raises ConfigError without the extra `tpu-aot`."""
+    from jax.experimental import topologies
+    for name, value in _NO_MACHINE.items():
+        os.environ.setdefault(name, value)
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # which type depends on what is missing
+        raise ConfigError(f"--compile cannot reach a TPU compiler for {topology} ({error}); install the extra: "
+                          "pip install 'dspark-jax[tpu-aot]'") from error
+
+
+def compile_programs(config: ModelConfig, topology: str, mesh_sizes: tuple[int, int], context: int, streams: int) -> dict:
+    """Compiles a prefill chunk and one round of either verify mode; name -> seconds and bytes per device."""
+    mesh = make_mesh(*mesh_sizes, devices=topology_devices(topology))
+    with compiling_for("tpu"):
+        shapes = _Shapes(config, mesh, context, streams)
+        return {name: _compile(*program) for name, program in shapes.programs().items()}
+
+
+class _Shapes:
+    """Abstract arguments of the programs, placed on the mesh."""
+
+    def __init__(self, config: ModelConfig, mesh, context: int, streams: int):
+        self.config, self.mesh, self.streams = config, mesh, streams
+        numerics = Numerics("bfloat16", True, mesh)
+        source = ShapeSource("bfloat16", packed_experts=True, sharding=functools.partial(parameter_sharding, mesh))
+        self.graphdef, self.state = nnx.split(DSpark(config, numerics, source))
+        self.limits = make_limits(config, context, None)
+        cache = jax.eval_shape(lambda: caches.new_cache(config, streams, context, self.limits.rows, jnp.bfloat16))
+        self.cache = jax.tree.map(self._placed, cache, cache_shardings(mesh, cache))
+
+    def _placed(self, leaf, where=None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where or replicated(self.mesh))
+
+    def programs(self) -> dict:
+        def begin(state, cache, tokens, valid):
+            return rounds.begin(nnx.merge(self.graphdef, state), cache, tokens, valid)
+
+        def one_round(mode, state, config, round_state, stop_ids):
+            return rounds.step(nnx.merge(self.graphdef, state), self.limits, mode, config, round_state, stop_ids)[:2]
+
+        ints = lambda *shape: self._placed(jax.ShapeDtypeStruct(shape, jnp.int32))
+        config = jax.tree.map(lambda x: self._placed(np.asarray(x, np.float32 if isinstance(x, float) else None)), gate.GateConfig())
+        state = self._round_state()
+        programs = {"prefill chunk": (begin, 1, (self.state, self.cache, ints(self.streams, self.limits.prefill_chunk),
+                                                 ints(self.streams)))}
+        for mode in ("sequential", "block"):
+            programs[f"round, {mode}"] = (functools.partial(one_round, mode), 2, (self.state, config, state, ints(8)))
+        return programs
+
+    def _round_state(self) -> rounds.RoundState:
+        vector = lambda dtype: self._placed(jax.ShapeDtypeStruct((self.streams,), dtype))
+        gate_state = jax.tree.map(self._placed, jax.eval_shape(lambda: gate.init(gate.GateConfig(), self.streams)))
+        return rounds.RoundState(self.cache, vector(jnp.int32), vector(jnp.float32), vector(jnp.int32), vector(jnp.bool_),
+                                 vector(jnp.int32), gate_state)
+
+
+def _compile(function, donated: int, arguments) -> dict:
+    started = time.perf_counter()
+    compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "seconds": time.perf_counter() - started,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "peak_bytes": peak,
+    }
