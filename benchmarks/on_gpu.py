@@ -21,7 +21,8 @@ SMALL = dict(width=512, inner=256, experts=8, routes=4)
 BLOCKS = [
     gpu.DECODE,
     gpu.PREFILL,
-    gpu.Blocks(16, 16, 128, 1, 3),
+    gpu.Blocks(16, 64, 256, 4, 4),
+    gpu.Blocks(8, 16, 128, 1, 3),
     gpu.Blocks(16, 32, 512, 2, 2),
     gpu.Blocks(16, 64, 64, 4, 3),
     gpu.Blocks(16, 128, 128, 8, 3),
@@ -29,9 +30,10 @@ BLOCKS = [
     gpu.Blocks(64, 128, 64, 8, 2),
 ]
 CANDIDATES = [
-    gpu.Blocks(16, n, k, warps, stages)
-    for n, k, warps, stages in (
-        (64, 128, 4, 5), (64, 256, 4, 3), (64, 256, 4, 4), (64, 512, 4, 3), (32, 256, 2, 4), (32, 512, 2, 4), (16, 512, 1, 4), (128, 128, 8, 4),
+    gpu.Blocks(tile, n, k, warps, stages)
+    for tile, n, k, warps, stages in (
+        (8, 32, 256, 2, 4), (8, 32, 256, 2, 3), (8, 32, 128, 2, 4), (8, 32, 512, 2, 3), (8, 64, 128, 2, 4), (8, 64, 128, 4, 4), (8, 64, 256, 4, 3),
+        (8, 16, 256, 1, 4), (8, 32, 256, 1, 3), (16, 32, 256, 2, 4), (16, 32, 128, 2, 4),
     )
 ]
 
@@ -155,7 +157,7 @@ def speed(rows, experts, size, blocks, regime, interpret, whole_too, calls=4, lo
     options = dict(swiglu_limit=LIMIT, activation_quant=False, blocks=blocks, interpret=interpret)
     moved = np.mean([len(np.unique(b[1])) for b in batches]) * sum(a[0].nbytes for a in experts)
 
-    prepare = jax.jit(lambda *b: gpu.prepare(*b, size["experts"], 0, False, blocks)[0])
+    prepare = jax.jit(lambda *b: gpu.prepare(*b, size["experts"], 0, False, blocks, interpret)[0])
     kernels = lambda work, experts, zero: gpu.run_tiles(work._replace(slot_weight=work.slot_weight + zero), experts, **options)
     whole = lambda b, experts, zero: gpu.moe_fp4_gpu(*b[:2], b[2] + zero, b[3], experts, first_expert=0, regime=regime, **options)
     time_of = lambda call, items: seconds(repeated(call, loops), items, experts) / (calls * loops)
@@ -188,13 +190,12 @@ def main():
     experts = table(jax.random.key(0), **size)
     bandwidth = copy_bandwidth(1 if options.dry_run else 2048)
     speeds = []
-    for blocks in CANDIDATES if options.tune else [gpu.DECODE]:
-        for rows in (1, 16) if options.tune else (1, 6, 16):
-            start = time.perf_counter()
-            fitted = gpu.blocks_for("decode", experts, blocks)
-            times = speed(rows, experts, size, fitted, "decode", options.dry_run, not options.tune)
-            speeds.append(speed_line(fitted, rows, bandwidth, *times))
-            print(speeds[-1], f" {time.perf_counter() - start:.1f} s")
+    trials = [(blocks, rows, False) for blocks in CANDIDATES * options.tune for rows in (1, 16)]
+    for blocks, rows, whole_too in trials + [(gpu.DECODE, rows, True) for rows in (1, 6, 16)]:
+        start = time.perf_counter()
+        fitted = gpu.blocks_for("decode", experts, blocks)
+        speeds.append(speed_line(fitted, rows, bandwidth, *speed(rows, experts, size, fitted, "decode", options.dry_run, whole_too)))
+        print(speeds[-1], f" {time.perf_counter() - start:.1f} s")
     fitted = gpu.blocks_for("prefill", experts)
     speeds.append(speed_line(fitted, 512, bandwidth, *speed(512, experts, size, fitted, "prefill", options.dry_run, True, calls=1)))
 

@@ -31,7 +31,9 @@ class Blocks(NamedTuple):
     stages: int
 
 
-DECODE = Blocks(tile=16, block_n=64, block_k=256, warps=4, stages=4)
+WEIGHT_SHIFT = 32  # compiled kernels compute with w * 2 ** -32 and x * 2 ** 32, see _unpack_ptx
+
+DECODE = Blocks(tile=8, block_n=64, block_k=256, warps=4, stages=3)
 PREFILL = Blocks(tile=64, block_n=64, block_k=128, warps=4, stages=3)
 
 
@@ -50,12 +52,12 @@ def _half_e2m1(code):
 
 
 # Four bytes to four weights. $0,$1: two bfloat16 each; $2: the bytes, $3,$4: their scales, two bfloat16 each (the four bytes may come from
-# different rows). The wanted nibble is the upper one of its byte (after the shift, for the even columns). A byte is moved to the top of a half word; sign and magnitude then go to bfloat16's
-# sign and to its lowest exponent and highest mantissa bits, which is the e2m1 value times 2^-126 (0.5 is a subnormal, which this
-# instruction set keeps). Left to the compiler the same arithmetic takes 30 instructions a weight instead of 3.
+# different rows). The wanted nibble is the upper one of its byte (after the shift, for the even columns). A byte is moved to the top of a
+# half word; sign and magnitude then go to bfloat16's sign and to its lowest exponent and highest mantissa bits, which is the e2m1
+# value times 2^-126 (0.5 is a subnormal, which this instruction set keeps). Left to the compiler the same arithmetic takes
+# 30 instructions a weight; the kernel is bound by them, not by the memory.
 _UNPACK_PTX = """{
-.reg .b32 w, t<2>, m<2>, k;
-mov.b32 k, 0x7e807e80;
+.reg .b32 w, t<2>, m<2>;
 shl.b32 w, $2, SHIFT;
 prmt.b32 t0, w, 0, 0x1404;
 prmt.b32 t1, w, 0, 0x3424;
@@ -65,19 +67,20 @@ and.b32 m0, m0, 0x01c001c0;
 and.b32 m1, m1, 0x01c001c0;
 lop3.b32 m0, t0, 0x80008000, m0, 0xea;
 lop3.b32 m1, t1, 0x80008000, m1, 0xea;
-mul.rn.bf16x2 m0, m0, k;
-mul.rn.bf16x2 m1, m1, k;
 mul.rn.bf16x2 $0, m0, $3;
 mul.rn.bf16x2 $1, m1, $4;
 }"""
 
 
 def _unpack_ptx(packed, scales):
-    """`_unpack_plain` in PTX."""
+    """`_unpack_plain` in PTX, with weights 2 ** -WEIGHT_SHIFT times too small so that value and scale need one multiplication.
+
+    Exact for weights down to 2 ** -100; scales above 2 ** 33 (byte 161 and more) become infinite.
+    """
     from jax.experimental.pallas import triton
 
-    byte = scales.astype(jnp.int16)
-    scale = jax.lax.bitcast_convert_type(jnp.where(byte == 0, 0x0040, byte << 7).astype(jnp.int16), jnp.bfloat16)  # byte 0 is a subnormal
+    exponent = jnp.minimum(scales.astype(jnp.int16), 161) + (126 - WEIGHT_SHIFT)
+    scale = jax.lax.bitcast_convert_type(exponent << 7, jnp.bfloat16)
     result = [jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)]
     half = lambda shift: triton.elementwise_inline_asm(
         _UNPACK_PTX.replace("SHIFT", shift), args=[packed, scale], constraints="=r,=r,r,r,r", pack=4, result_shape_dtypes=result
@@ -123,7 +126,12 @@ def _gate_up_kernel(tile_expert, n_tiles, rows, route_weight, x, w13, s13, out, 
         expert, row = tile_expert[tile], rows[tile, :]
         gate, up = _products(x, row, w13, s13, expert, (first, first + w13.shape[1] // 2), blocks, interpret)
         hidden = gated(gate, up, route_weight[tile, :][None, :], swiglu_limit)
-        out[pl.ds(tile * blocks.tile, blocks.tile), pl.ds(first, blocks.block_n)] = hidden.T.astype(out.dtype)
+        slots = tile * blocks.tile + jnp.arange(blocks.tile)[None, :]
+        column = (first + jnp.arange(blocks.block_n))[:, None]
+        if out.dtype == jnp.float32:
+            out[slots, column] = hidden
+        else:
+            out[column % 2, slots, column // 2] = _bf16(hidden, interpret)
 
 
 def _down_kernel(tile_expert, n_tiles, x, w2, s2, out, *, blocks, interpret):
@@ -136,13 +144,13 @@ def _down_kernel(tile_expert, n_tiles, x, w2, s2, out, *, blocks, interpret):
         out[pl.ds(tile * blocks.tile, blocks.tile), pl.ds(first, blocks.block_n)] = down.T
 
 
-def _call(kernel, blocks, columns, rows, dtype, operands, interpret):
-    """Run `kernel` over (column blocks, tiles) with every operand whole in device memory; result [rows, columns]."""
+def _call(kernel, blocks, columns, rows, out_shape, operands, interpret):
+    """Run `kernel` over (column blocks, tiles of rows) with every operand whole in device memory."""
     extra = {"interpret": True} if interpret else {"compiler_params": _compiler_params(blocks)}
     call = pl.pallas_call(
         functools.partial(kernel, blocks=blocks, interpret=interpret),
         grid=(columns // blocks.block_n, rows // blocks.tile),
-        out_shape=jax.ShapeDtypeStruct((rows, columns), dtype),
+        out_shape=out_shape,
         **extra,
     )
     return call(*operands)
@@ -154,9 +162,14 @@ def _compiler_params(blocks):
     return triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages)
 
 
-def _by_parity(x):
-    """[R, K] to [2, R, K/2] bfloat16: even columns, odd columns."""
-    return jnp.moveaxis(x.astype(jnp.bfloat16).reshape(x.shape[0], -1, 2), -1, 0)
+def _bf16(x, interpret):
+    """bfloat16, times the factor that the weights lack."""
+    return x.astype(jnp.bfloat16) * jnp.bfloat16(1 if interpret else 2.0**WEIGHT_SHIFT)
+
+
+def _by_parity(x, interpret):
+    """[R, K] to [2, R, K/2]: `_bf16` of the even columns, of the odd columns."""
+    return jnp.moveaxis(_bf16(x, interpret).reshape(x.shape[0], -1, 2), -1, 0)
 
 
 def _fit(blocks: Blocks, width: int, inner: int) -> Blocks:
@@ -175,22 +188,27 @@ class Work(NamedTuple):
     x: jax.Array  # bfloat16 [2, T, D/2] by parity
 
 
-def prepare(x, ids, weights, mask, held, first_expert, activation_quant, blocks) -> tuple[Work, routing.Schedule]:
+def prepare(x, ids, weights, mask, held, first_expert, activation_quant, blocks, interpret=False) -> tuple[Work, routing.Schedule]:
     """Sort the pairs into tiles; arguments as `moe_fp4`, `held` experts here."""
     plan = routing.schedule(ids, mask, first_expert, held, blocks.tile)
     row_of_slot = plan.pair_of_slot // ids.shape[1]
     slot_weight = weights.reshape(-1).astype(jnp.float32)[plan.pair_of_slot]
-    return Work(plan.tile_expert, plan.n_tiles.reshape(1), row_of_slot, slot_weight, _by_parity(maybe_quantise(x, activation_quant))), plan
+    x = _by_parity(maybe_quantise(x, activation_quant), interpret)
+    return Work(plan.tile_expert, plan.n_tiles.reshape(1), row_of_slot, slot_weight, x), plan
 
 
 def run_tiles(work: Work, experts, *, swiglu_limit, activation_quant, blocks, interpret=False):
     """The two kernels: f32 [tiles * tile, D], meaningless in unused slots."""
     width, inner, slots = experts.w2.shape[1], experts.w2.shape[2] * 2, work.row_of_slot.size
     gate_up = functools.partial(_gate_up_kernel, swiglu_limit=swiglu_limit)
-    dtype = jnp.float32 if activation_quant else jnp.bfloat16
-    hidden = _call(gate_up, blocks, inner, slots, dtype, (*work, experts.w13, experts.s13), interpret)
-    hidden = _by_parity(maybe_quantise(hidden, activation_quant))
-    return _call(_down_kernel, blocks, width, slots, jnp.float32, (*work[:2], hidden, experts.w2, experts.s2), interpret)
+    by_parity = jax.ShapeDtypeStruct((2, slots, inner // 2), jnp.bfloat16)
+    whole = lambda columns: jax.ShapeDtypeStruct((slots, columns), jnp.float32)
+    hidden = _call(
+        gate_up, blocks, inner, slots, whole(inner) if activation_quant else by_parity, (*work, experts.w13, experts.s13), interpret
+    )
+    if activation_quant:
+        hidden = _by_parity(maybe_quantise(hidden, True), interpret)
+    return _call(_down_kernel, blocks, width, slots, whole(width), (*work[:2], hidden, experts.w2, experts.s2), interpret)
 
 
 def blocks_for(regime: str, experts, blocks: Blocks | None = None) -> Blocks:
@@ -206,6 +224,6 @@ def moe_fp4_gpu(
     blocks: overrides the regime's tile sizes, for tuning. interpret: run on any platform, for tests.
     """
     blocks = blocks_for(regime, experts, blocks)
-    work, plan = prepare(x, ids, weights, mask, experts.w2.shape[0], first_expert, activation_quant, blocks)
+    work, plan = prepare(x, ids, weights, mask, experts.w2.shape[0], first_expert, activation_quant, blocks, interpret)
     out = run_tiles(work, experts, swiglu_limit=swiglu_limit, activation_quant=activation_quant, blocks=blocks, interpret=interpret)
     return routing.sum_routes(routing.from_tiles(out.reshape(-1, blocks.tile, out.shape[-1]), plan), ids.shape[0])

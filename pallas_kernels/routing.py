@@ -25,10 +25,26 @@ class Schedule(NamedTuple):
     pair_held: jax.Array  # [P] bool: the row counts and the expert is here
 
 
+LARGEST_COMPARISON = 1024  # pairs up to which comparing all with all beats sorting, on a GPU by far
+
+
 def max_tiles(pairs: int, experts: int, tile: int) -> int:
     """The most tiles that `pairs` pairs over `experts` experts can need: one pair on every expert, the rest on one of them."""
     active = min(pairs, experts)
     return active + (pairs - active) // tile
+
+
+def _ranks(expert: jax.Array) -> jax.Array:
+    """expert [P] to [P]: how many pairs before this one have the same expert."""
+    pairs = expert.size
+    iota = jnp.arange(pairs, dtype=jnp.int32)
+    if pairs <= LARGEST_COMPARISON:
+        same = (expert[:, None] == expert) & (iota[:, None] > iota)
+        return jnp.sum(same, axis=1, dtype=jnp.int32)
+    sorted_expert, order = jax.lax.sort((expert, iota), num_keys=2)
+    starts = jnp.where(jnp.concatenate([jnp.ones(1, bool), sorted_expert[1:] != sorted_expert[:-1]]), iota, 0)
+    _, rank = jax.lax.sort((order, iota - jax.lax.cummax(starts)), num_keys=1)
+    return rank
 
 
 def schedule(ids: jax.Array, mask: jax.Array, first_expert, experts: int, tile: int) -> Schedule:
@@ -36,27 +52,22 @@ def schedule(ids: jax.Array, mask: jax.Array, first_expert, experts: int, tile: 
     pairs = ids.size
     local = ids.reshape(-1) - first_expert
     held = jnp.repeat(mask, ids.shape[1]) & (local >= 0) & (local < experts)
-    expert = jnp.where(held, local, experts).astype(jnp.int32)  # the sentinel sorts behind every expert
-    iota = jnp.arange(pairs, dtype=jnp.int32)
-    _, order = jax.lax.sort((expert, iota), num_keys=2)
-    _, rank = jax.lax.sort((order, iota), num_keys=1)  # the inverse permutation
+    expert = jnp.where(held, local, experts).astype(jnp.int32)  # the sentinel is a group of its own
 
     count = jnp.sum(expert[:, None] == jnp.arange(experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
-    pair_start = jnp.cumsum(count) - count
     tile_end = jnp.cumsum((count + tile - 1) // tile)
-    tile_start = tile_end - (count + tile - 1) // tile
     n_tiles = tile_end[-1]
-
-    index = jnp.minimum(jnp.arange(max_tiles(pairs, experts, tile), dtype=jnp.int32), jnp.maximum(n_tiles - 1, 0))
+    tiles = max_tiles(pairs, experts, tile)
+    index = jnp.minimum(jnp.arange(tiles, dtype=jnp.int32), jnp.maximum(n_tiles - 1, 0))
     tile_expert = jnp.minimum(jnp.sum(tile_end <= index[:, None], axis=1, dtype=jnp.int32), experts - 1)
-    offset = (index - tile_start[tile_expert])[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)
-    live = jnp.arange(index.size) < n_tiles
-    used = (offset < count[tile_expert][:, None]) & live[:, None]
-    pair_of_slot = order[jnp.where(used, pair_start[tile_expert][:, None] + offset, 0)]
 
-    mine = jnp.minimum(expert, experts - 1)
-    slot_of_pair = jnp.where(held, tile_start[mine] * tile + rank - pair_start[mine], 0)
-    return Schedule(tile_expert, n_tiles, pair_of_slot, used, slot_of_pair, held)
+    first_tile = (tile_end - (count + tile - 1) // tile)[jnp.minimum(expert, experts - 1)]
+    slot_of_pair = jnp.where(held, first_tile * tile + _ranks(expert), 0)
+    # Every slot has at most one pair, so the order of these writes does not matter.
+    target = jnp.where(held, slot_of_pair, tiles * tile)
+    owner = jnp.full(tiles * tile, -1, jnp.int32).at[target].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
+    owner = owner.reshape(tiles, tile)
+    return Schedule(tile_expert, n_tiles, jnp.maximum(owner, 0), owner >= 0, slot_of_pair, held)
 
 
 def _zero(x):
