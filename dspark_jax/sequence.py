@@ -79,7 +79,7 @@ def _attend(block, config, x, positions, turn):
 
 
 def _absorb_window(running: Running, q, keys, window: int) -> Running:
-    """Every row sees the `window` keys up to its own. A band: blocks of `window` rows against the keys of their own block and of the one before."""
+    """Every row sees the `window` keys up to its own: blocks of `window` rows meet the keys of their own block and of the one before."""
     batch, rows = q.shape[:2]
     blocks = -(-rows // window)
     pad = blocks * window - rows
@@ -156,7 +156,7 @@ def draft_forward(drafter: Drafter, main: MainModel, hidden: jax.Array, tokens: 
     place = order - (anchors.reshape(-1)[:, None] - window)
     rings = jnp.take_along_axis(rings, place[None, :, :, None], axis=2)
     anchor_tokens = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1)
-    y, _ = drafter.run_stages(main, rings, anchors.reshape(-1), anchor_tokens)
+    y, _ = drafter.run_stages(main, rings, anchors.reshape(-1), anchor_tokens, "prefill")
     previous = jnp.take_along_axis(tokens[:, None], anchors[..., None] + jnp.arange(block_size), axis=2, mode="clip")
     previous = previous.reshape(batch * queries, block_size)
     logits = drafter.base_logits(main, y) + jax.vmap(drafter.markov_bias, 1, 1)(previous)
