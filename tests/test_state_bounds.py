@@ -5,6 +5,7 @@ import pytest
 
 import dspark_jax as dspark
 from dspark_jax.cache import entry_capacity
+from dspark_jax.segments import segments
 from state_parts import committed, different_state, feed, random_tokens, same_bits, with_limits
 
 LENGTH, BLOCK = 256, 6  # 256 tokens fill the 64 entry slots of a ratio-4 layer to the last
@@ -101,3 +102,29 @@ def test_extend_and_commit_keep_their_arguments(golden_reference):
     moved = dspark.commit(written, [4])
     assert moved.position.tolist() == [4] and moved.layers is written.layers and moved.stages is written.stages
     assert all(same_bits(a, b) for a, b in zip(before, (cache.position, cache.stages, cache.layers[0][0].window)))
+
+
+@pytest.mark.parametrize("valid", [0, 1, 2])
+def test_rows_beyond_valid_write_nothing(golden_reference, valid):
+    """Of six rows from position 14 on, the first `valid` write their slots and the entries they complete (two do), and no others."""
+    cache = feed(golden_reference, dspark.new_cache(golden_reference), random_tokens(13, 1, 14), 14, BLOCK, BLOCK).cache
+    written = dspark.extend(golden_reference, cache, random_tokens(14, 1, BLOCK), [valid])[2]
+
+    def slots(array, other):
+        """Which slots of [n, B, S, ...] differ."""
+        unequal = np.asarray(array) != np.asarray(other)
+        return set(np.flatnonzero(unequal.any(axis=(0, 1, *range(3, unequal.ndim)))).tolist())
+
+    def ring(array):
+        return {position % array.shape[2] for position in range(14, 14 + valid)}
+
+    assert slots(cache.stages, written.stages) == ring(cache.stages)
+    for plan, before, after in zip(segments(golden_reference.config), cache.layers, written.layers):
+        for kind, old, new in zip(plan.unit, before, after):
+            assert slots(old.window, new.window) == ring(old.window)
+            for name in ("inputs", "index_inputs"):
+                if getattr(old, name) is not None:
+                    assert slots(getattr(old, name), getattr(new, name)) == ring(getattr(old, name))
+            for name in ("entries", "index_entries"):
+                if getattr(old, name) is not None:
+                    assert slots(getattr(old, name), getattr(new, name)) == ({15 // kind.ratio} if valid == 2 else set())

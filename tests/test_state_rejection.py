@@ -94,13 +94,16 @@ def test_junk_suffix_leaves_no_trace(clean, group):
 @pytest.fixture(scope="module")
 def clean_reference(golden_reference):
     """Reference mode, the rings made for calls of LONGEST rows: they wrap at 24 (windows) and 16 (compressor inputs)."""
-    return Clean(with_limits(golden_reference, rows=LONGEST), 120, 80, LONGEST)
+    return Clean(with_limits(golden_reference, rows=LONGEST), 128, 80, LONGEST)
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", range(0, 40, 8))
 def test_block_transaction(clean_reference, first):
-    """Two blocks with one accepted prefix leave one committed state: every prefix length, every alignment, across every ring's wraps."""
-    cases = [(start, BLOCK, accepted) for start in range(first, first + 10) for accepted in range(BLOCK)]
+    """Two blocks with one accepted prefix leave one committed state: every prefix length, every alignment, across every ring's wraps.
+
+    The blocks have LONGEST rows, two more than a verify block of the golden config, so that the rings have no slot to spare.
+    """
+    cases = [(start, LONGEST, accepted) for start in range(first, first + 8) for accepted in range(LONGEST)]
     cache = reject(clean_reference, cases)
     state, pairs = committed(cache, clean_reference.model.config), np.arange(0, 2 * len(cases), 2)
     assert different_state(pick(state, pairs), pick(state, pairs + 1)) == {}
@@ -108,8 +111,8 @@ def test_block_transaction(clean_reference, first):
 
 
 def test_overshoot_is_overwritten(clean_reference):
-    """Overwrite safety: 1, 2, 3, 4, 5 or 8 rows that are never committed, at 20 positions around the wraps, then on as if nothing was."""
-    overshoot, starts = (a.ravel() for a in np.meshgrid((1, 2, 3, 4, 5, 8), np.arange(10, 30)))
+    """Overwrite safety: 1, 2, 3, 4, 5 or 8 rows that are never committed, at 21 positions around the wraps, then on as if nothing was."""
+    overshoot, starts = (np.resize(a, 128) for a in np.meshgrid((1, 2, 3, 4, 5, 8), np.arange(10, 31)))
     cache, tokens = clean_reference.at(starts)
     wrong = junk(block_at(tokens, starts, LONGEST), np.zeros_like(starts), seed=2)
     cache = dspark.extend(clean_reference.model, cache, wrong, overshoot)[2]
