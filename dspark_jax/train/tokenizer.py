@@ -22,7 +22,7 @@ def build(texts: Iterable[str], vocab_size: int = 1024) -> Tokenizer:
                                   initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"the text gives {tokenizer.get_vocab_size()} tokenizer entries, {vocab_size} wanted: more text is needed")
+        raise ValueError(f"the text gives {tokenizer.get_vocab_size()} tokenizer entries of {vocab_size}: more text is needed")
     return tokenizer
 
 
