@@ -6,11 +6,14 @@
 Promised by every backend: within a regime a row has the same bits whatever the other rows are and however many there are; a row
 with mask False does no work and may hold NaN; experts that are not held here contribute exactly zero.
 """
+import functools
 from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.gpu import moe_fp4_gpu
 from pallas_kernels.reference import moe_fp4_reference
+from pallas_kernels.tpu import moe_fp4_tpu
 from pallas_kernels.xla import moe_fp4_xla
 
 
@@ -23,13 +26,23 @@ class Experts(NamedTuple):
     s2: jax.Array | None  # uint8 [E, D, F/32]
 
 
-BACKENDS = {"reference": moe_fp4_reference, "xla": moe_fp4_xla}
+BACKENDS = {
+    "reference": moe_fp4_reference,
+    "xla": moe_fp4_xla,
+    "pallas_tpu": moe_fp4_tpu,
+    "pallas_gpu": moe_fp4_gpu,
+    "pallas_tpu_interpret": functools.partial(moe_fp4_tpu, interpret=True),  # the same kernels on any platform, slowly
+    "pallas_gpu_interpret": functools.partial(moe_fp4_gpu, interpret=True),
+}
+# What a packed column must be a multiple of: whole lanes of packed bytes on a TPU, whole scales in the smallest block on a GPU.
+_KERNELS = {"tpu": ("pallas_tpu", 256), "gpu": ("pallas_gpu", 32)}
 
 
 def default_backend(experts: Experts) -> str:
-    """The one place where a platform chooses."""
-    del experts
-    return "xla"
+    """The one place where a platform chooses: its kernel for packed experts of a size it can tile, else plain XLA."""
+    name, multiple = _KERNELS.get(jax.default_backend(), ("xla", 1))
+    fits = experts.w2.shape[1] % multiple == 0 and experts.w13.shape[1] // 2 % multiple == 0
+    return name if experts.s13 is not None and fits else "xla"
 
 
 def moe_fp4(
@@ -58,6 +71,8 @@ def moe_fp4(
     name = backend or default_backend(experts)
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r}: choose one of {', '.join(BACKENDS)}")
+    if name.startswith("pallas") and experts.s13 is None:
+        raise ValueError(f"backend {name!r} takes packed FP4 experts; these are dequantised (use 'xla')")
     return BACKENDS[name](
         x, ids, weights, mask, experts,
         swiglu_limit=swiglu_limit, first_expert=first_expert, activation_quant=activation_quant, regime=regime,

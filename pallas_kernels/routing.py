@@ -25,7 +25,7 @@ class Schedule(NamedTuple):
     pair_held: jax.Array  # [P] bool: the row counts and the expert is here
 
 
-LARGEST_COMPARISON = 1024  # pairs up to which comparing all with all beats sorting, on a GPU by far
+LARGEST_COMPARISON = 512  # pairs up to which comparing all with all beats sorting, on a GPU by far
 
 
 def max_tiles(pairs: int, experts: int, tile: int) -> int:

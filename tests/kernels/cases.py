@@ -1,0 +1,102 @@
+"""Shared by the kernel tests: the calls of the matrix, and how a backend is run."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import Experts, fp4, moe_fp4
+
+LIMIT = 3.0  # low enough that both clamps act on these inputs
+# name -> (backend, experts held dequantised, rounds activations to bfloat16)
+BACKENDS = {
+    "reference": ("reference", False, False),
+    "xla": ("xla", True, False),
+    "xla-packed": ("xla", False, False),
+    "tpu": ("pallas_tpu_interpret", False, True),
+    "gpu": ("pallas_gpu_interpret", False, True),
+}
+
+
+class Call(NamedTuple):
+    x: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+    mask: np.ndarray
+    experts: Experts  # packed, NumPy
+    first_expert: int
+
+
+def quiet(function):
+    """jit as the library does on CPU: without the fusions that make a row's bits depend on the shape."""
+    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    try:
+        jax.jit(lambda a: a + 1, compiler_options=options)(0)
+    except jax.errors.JaxRuntimeError:
+        options = None
+    return jax.jit(function, compiler_options=options)
+
+
+@functools.cache
+def program(name: str, regime: str, activation_quant: bool, first_expert: int):
+    backend, _, _ = BACKENDS[name]
+    return quiet(functools.partial(
+        moe_fp4, swiglu_limit=LIMIT, first_expert=first_expert, activation_quant=activation_quant, regime=regime, backend=backend))
+
+
+def dequantised(experts: Experts) -> Experts:
+    return Experts(fp4.np_dequantise(experts.w13, experts.s13), None, fp4.np_dequantise(experts.w2, experts.s2), None)
+
+
+def run(name: str, call: Call, *, regime="decode", activation_quant=False) -> np.ndarray:
+    experts = dequantised(call.experts) if BACKENDS[name][1] else call.experts
+    function = program(name, regime, activation_quant, call.first_expert)
+    return np.asarray(function(call.x, call.ids, call.weights, call.mask, experts))
+
+
+def random_experts(rng, experts: int, width: int, inner: int) -> Experts:
+    """Random codes; scales within 2 ** -9 .. 2 ** -3 and, for some blocks, the smallest there is."""
+    packed = lambda *shape: rng.integers(0, 256, shape, np.uint8)
+    scales = lambda *shape: rng.integers(118, 125, shape).astype(np.uint8)
+    s13 = scales(experts, 2 * inner, width // 32)
+    s13[:, ::5, 0] = 0
+    return Experts(packed(experts, 2 * inner, width // 2), s13, packed(experts, width, inner // 2), scales(experts, width, inner // 32))
+
+
+def make_call(seed: int, ids: np.ndarray, *, held: int, width: int, inner: int, first_expert: int = 0, padded=()) -> Call:
+    """A call with bfloat16-exact float32 inputs; rows in `padded` do not count and are NaN throughout."""
+    rng = np.random.default_rng(seed)
+    rows = len(ids)
+    x = rng.standard_normal((rows, width)).astype(jnp.bfloat16).astype(np.float32)
+    weights = rng.uniform(0.1, 1.0, ids.shape).astype(np.float32)
+    mask = np.ones(rows, bool)
+    for row in padded:
+        mask[row], x[row], weights[row] = False, np.nan, np.nan
+    return Call(x, ids.astype(np.int32), weights, mask, random_experts(rng, held, width, inner), first_expert)
+
+
+def routes(seed: int, rows: int, active: int, experts: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.permutation(experts)[:active] for _ in range(rows)])
+
+
+def counted(*counts: int) -> np.ndarray:
+    """One route a row: expert e gets counts[e] rows, in a shuffled order."""
+    ids = np.repeat(np.arange(len(counts)), counts)
+    return np.random.default_rng(0).permutation(ids)[:, None]
+
+
+def matrix() -> dict[str, Call]:
+    small = dict(held=8, width=128, inner=128)
+    return {
+        "one row": make_call(1, routes(1, 1, 2, 8), **small),
+        "tile edges": make_call(2, counted(0, 1, 7, 8, 9, 15, 16, 17), padded=(0, 40, 72), **small),
+        "prefill tile edges": make_call(3, counted(63, 64, 65, 0, 1), held=5, width=64, inner=32),
+        "all on one expert": make_call(4, np.full((20, 1), 5), padded=(3,), **small),
+        "foreign experts": make_call(5, routes(5, 12, 4, 16), held=4, width=64, inner=96, first_expert=6, padded=(11,)),
+        "no power of two": make_call(6, routes(6, 9, 3, 5), held=5, width=160, inner=96),
+        "wide": make_call(7, routes(7, 4, 2, 3), held=3, width=768, inner=256, padded=(1,)),
+        "wide, no multiple of the lanes": make_call(8, routes(8, 3, 2, 3), held=3, width=544, inner=64),
+    }

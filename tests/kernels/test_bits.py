@@ -1,0 +1,54 @@
+"""A row has the same bits run to run, whatever the other rows are, and however many there are."""
+
+import numpy as np
+import pytest
+
+from cases import BACKENDS, make_call, routes, run
+
+ROWS = 12
+SIZES = {"narrow": dict(held=8, width=128, inner=128), "wide": dict(held=3, width=768, inner=256)}
+
+
+def few(call, rows):
+    """The same experts, other rows."""
+    return call._replace(x=call.x[rows], ids=call.ids[rows], weights=call.weights[rows], mask=call.mask[rows])
+
+
+@pytest.mark.parametrize("activation_quant", [False, True])
+@pytest.mark.parametrize("regime", ["decode", "prefill"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [n for n in BACKENDS if n != "reference"])
+def test_rows_do_not_depend_on_company(name, size, regime, activation_quant):
+    if size == "wide" and (activation_quant or name in ("tpu", "gpu")):
+        return  # only the xla backend has a second way of multiplying for wide experts
+    held = SIZES[size]["held"]
+    call = make_call(11, routes(11, ROWS, 2, held), **SIZES[size])
+    options = dict(regime=regime, activation_quant=activation_quant)
+    y = run(name, call, **options)
+    assert np.isfinite(y).all() and np.abs(y).max() > 0
+    assert np.array_equal(y, run(name, call, **options)), "a rerun differs"
+    turned = np.arange(ROWS)[::-1]
+    assert np.array_equal(y[turned], run(name, few(call, turned), **options)), "a row depends on its place"
+    for rows in ([0], [0, 1], [4, 5, 6, 7, 8, 9]):
+        assert np.array_equal(y[rows], run(name, few(call, np.array(rows)), **options)), f"rows {rows} alone differ"
+    crowded = few(call, np.zeros(ROWS, int))
+    assert np.array_equal(run(name, crowded, **options), np.broadcast_to(y[0], y.shape)), "a row depends on others of its expert"
+    masked = call._replace(mask=np.arange(ROWS) == 5, x=np.where(np.arange(ROWS)[:, None] == 5, call.x, np.nan))
+    assert np.array_equal(run(name, masked, **options)[5], y[5]), "a row depends on padded ones"
+
+
+@pytest.mark.parametrize("width, inner", [(128, 128), (512, 128), (160, 96), (768, 256)])
+@pytest.mark.parametrize("rows", [2, 40, 200])
+def test_regimes_agree_on_cpu(width, inner, rows):
+    """Only the xla backend promises this, and the golden and embedded models rely on it."""
+    call = make_call(12, routes(12, rows, 2, 4), held=4, width=width, inner=inner)
+    assert np.array_equal(run("xla", call, regime="decode"), run("xla", call, regime="prefill"))
+
+
+def test_order_of_routes_is_the_order_of_additions():
+    """Summing routes in another order changes bits somewhere, so equal bits above mean one order."""
+    call = make_call(13, routes(13, 64, 4, 8), held=8, width=128, inner=128)
+    swapped = call._replace(ids=call.ids[:, ::-1].copy(), weights=call.weights[:, ::-1].copy())
+    y, z = run("xla", call), run("xla", swapped)
+    assert not np.array_equal(y, z)
+    np.testing.assert_allclose(y, z, rtol=1e-4, atol=1e-5)

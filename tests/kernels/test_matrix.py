@@ -1,0 +1,70 @@
+"""Every backend against float64 over one matrix of calls (pitfalls: tile edges, idle and crowded experts, odd sizes, NaN padding)."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from cases import BACKENDS, LIMIT, matrix, routes, run
+from pallas_kernels import oracle
+
+CALLS = matrix()
+
+
+@functools.cache
+def lines(case, activation_quant):
+    """float64 with the accelerators' roundings to bfloat16, and without."""
+    call = CALLS[case]
+    options = dict(swiglu_limit=LIMIT, first_expert=call.first_expert, activation_quant=activation_quant)
+    return tuple(oracle.line(*call[:5], round_bf16=rounds, **options) for rounds in (True, False))
+
+
+@pytest.mark.parametrize("activation_quant", [False, True])
+@pytest.mark.parametrize("regime", ["decode", "prefill"])
+@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_against_float64(name, case, regime, activation_quant):
+    if activation_quant and case in ("prefill tile edges", "all on one expert", "one row"):
+        return  # the same calls are made without; "tile edges" covers them with
+    call = CALLS[case]
+    rounded, exact = lines(case, activation_quant)
+    y = run(name, call, regime=regime, activation_quant=activation_quant)
+    assert np.all(y[~call.mask] == 0)
+    error = oracle.error(y, rounded if BACKENDS[name][2] else exact, call.mask)
+    assert error < 1e-6
+    if BACKENDS[name][2]:
+        error = oracle.error(y, exact, call.mask)
+        assert error < 5e-3
+    assert rounded.slack[call.mask].min() < 1e-6 or case == "wide", "no row is held to the strict bound"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_swapped_expert_shows(name):
+    call = CALLS["foreign experts"]
+    row = 0
+    wrong_ids = call.ids.copy()
+    route = int(np.flatnonzero((call.ids[row] >= 6) & (call.ids[row] < 10))[0])
+    wrong_ids[row, route] = 6 + (call.ids[row, route] - 6 + 1) % 4
+    only = np.arange(len(call.mask)) == row
+    exact = lines("foreign experts", False)[1]
+    right, wrong = run(name, call), run(name, call._replace(ids=wrong_ids))
+    assert oracle.error(wrong, exact, only) > 30 * max(oracle.error(right, exact, only), 5e-3)
+
+
+def test_the_line_itself():
+    """The float64 line against the sum written out for one row, without its caches and slack."""
+    call = CALLS["one row"]
+    out = np.zeros(128)
+    for expert, weight in zip(call.ids[0], call.weights[0].astype(np.float64)):
+        scale = lambda s: np.repeat(2.0 ** (s[expert].astype(np.float64) - 127), 32, axis=1)
+        values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        nibbles = lambda w: np.stack([w[expert] & 15, w[expert] >> 4], -1).reshape(w.shape[1], -1)
+        matrix_of = lambda w, s: np.where(nibbles(w) >= 8, -1, 1) * values[nibbles(w) & 7] * scale(s)
+        gate, up = np.split(matrix_of(call.experts.w13, call.experts.s13) @ call.x[0].astype(np.float64), 2)
+        gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
+        out += matrix_of(call.experts.w2, call.experts.s2) @ (weight * gate / (1 + np.exp(-gate)) * up)
+    np.testing.assert_allclose(lines("one row", False)[1].out[0], out, rtol=1e-12)
+
+
+def test_routes_are_distinct():
+    assert all(len(set(row)) == 4 for row in routes(5, 12, 4, 16))
