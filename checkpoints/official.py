@@ -168,12 +168,23 @@ class OfficialCheckpoint:
 
     def read_packed(self, spec: TensorSpec, rows: slice | None = None) -> tuple[np.ndarray, np.ndarray]:
         """An fp4 tensor as it is stored: (codes uint8 [N, K/2], low nibble first, scales uint8 e8m0 [N, K/32]), or rows of it."""
+        return self.read_codes(spec, rows), self.read_scales(spec, rows)
+
+    def read_codes(self, spec: TensorSpec, rows: slice | None = None) -> np.ndarray:
+        """The first half of `read_packed`."""
+        rows, name = self._packed_rows(spec, rows), f"{spec.name}.weight"
+        return self._where[name].read(name, rows, slice(0, spec.shape[1] // 2))
+
+    def read_scales(self, spec: TensorSpec, rows: slice | None = None) -> np.ndarray:
+        """The second half of `read_packed`."""
+        rows = self._packed_rows(spec, rows)
+        return self._scales(spec, rows, slice(0, spec.shape[1] // formats.FP4_BLOCK))
+
+    def _packed_rows(self, spec: TensorSpec, rows: slice | None) -> slice:
         if spec.storage != "fp4":
             raise ValueError(f"{spec.name}: stored as {spec.storage}; only fp4 is packed")
         self._require(spec)
-        rows = _bounds(rows, spec.shape[0], spec.name)
-        codes = self._where[f"{spec.name}.weight"].read(f"{spec.name}.weight", rows, slice(0, spec.shape[1] // 2))
-        return codes, self._scales(spec, rows, slice(0, spec.shape[1] // formats.FP4_BLOCK))
+        return _bounds(rows, spec.shape[0], spec.name)
 
     def _read_fp8(self, spec: TensorSpec, rows: slice, cols: slice) -> np.ndarray:
         block = formats.FP8_BLOCK

@@ -17,6 +17,7 @@ import numpy as np
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
         "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
+FAULT_AROUND = 1 << 16  # bytes that Linux maps around a page that is touched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class SafetensorsFile:
 
     def _give_back(self, start: int, stop: int) -> None:
         """Mapped pages count as this process's memory until they are dropped; they stay in the system's file cache."""
+        start, stop = max(0, start - FAULT_AROUND), min(len(self._map), stop + FAULT_AROUND)
         start -= start % mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED") and stop > start:
             self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)

@@ -1,26 +1,27 @@
-"""`load`: from an official checkpoint to a model that can be run."""
+"""`load`: from a checkpoint to a model that can be run."""
 from __future__ import annotations
 
 import dataclasses
 import functools
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from checkpoints.official import OfficialCheckpoint
+from checkpoints.orbax_io import ConvertedCheckpoint, is_converted
 from dspark_jax.config import ModelConfig
 from dspark_jax.drafter import Drafter
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.layers.numerics import Numerics
 from dspark_jax.layers.rope import MAX_POSITIONS
 from dspark_jax.model import MainModel
-from dspark_jax.parameters import Declaration, ShapeSource, Source
+from dspark_jax.parameters import ShapeSource, Source
 from dspark_jax.platform import fewest_rows, on_cpu
-from dspark_jax.sharding import check_mesh, parameter_sharding
+from dspark_jax.sharding import check_mesh
+from dspark_jax.sources import ConvertedSource, LeafRecorder, OfficialSource
 
 LARGEST_PREFILL_CHUNK = 128
 
@@ -71,47 +72,6 @@ class Model:
         return nnx.split(self.module)
 
 
-class CheckpointSource:
-    """Values of an official checkpoint, put together for stacked layers. A process reads what its devices hold, and no more."""
-
-    def __init__(self, checkpoint: OfficialCheckpoint, numerics: Numerics, packed_experts: bool):
-        self.checkpoint, self.numerics, self.packed_experts = checkpoint, numerics, packed_experts
-
-    def __call__(self, declared: Declaration, prefixes: tuple[str, ...]) -> jax.Array:
-        shape = declared.array_shape(len(prefixes))
-        where = parameter_sharding(self.numerics.mesh, declared, len(prefixes))
-        # Devices that hold the same part come one after another, so that it is read once and only one part is in host memory.
-        places = sorted(where.addressable_devices_indices_map(shape).items(), key=lambda item: _bounds(item[1], shape))
-        parts, previous, values = [], None, None
-        for device, index in places:
-            if _bounds(index, shape) != previous:
-                previous, values = _bounds(index, shape), self._part(declared, prefixes, index, shape)
-            parts.append(jax.device_put(values, device))
-        return jax.make_array_from_single_device_arrays(shape, where, parts)
-
-    def _part(self, declared: Declaration, prefixes, index: tuple[slice, ...], shape) -> np.ndarray:
-        bounds = _bounds(index, shape)
-        out = np.empty([stop - start for start, stop in bounds], declared.array_dtype(self.numerics.dtype))
-        own = [slice(*b) for b in bounds]
-        for i, prefix in enumerate(prefixes):
-            layer, cut = (out[i], own[1:]) if declared.stacked else (out, own)
-            for spec, place in declared.pieces(prefix):
-                if not declared.expert:
-                    layer[...] = self.checkpoint.read(spec, *cut)
-                elif cut[0].start <= place[0] < cut[0].stop:
-                    layer[place[0] - cut[0].start, place[1]] = self._expert(spec, declared.part)
-        return out
-
-    def _expert(self, spec, part: str) -> np.ndarray:
-        if part == "value":
-            return self.checkpoint.read(spec)
-        return self.checkpoint.read_packed(spec)[0 if part == "packed" else 1]
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-
-
 def embedded_checkpoint() -> Path:
     """The small trained checkpoint that comes with the library."""
     import checkpoints
@@ -120,11 +80,11 @@ def embedded_checkpoint() -> Path:
 
 def load(path=None, mesh=None, max_seq_len: int = 4096, prefill_chunk: int | None = None, dtype=None,
          activation_quant: bool = True) -> Model:
-    """Loads an official checkpoint.
+    """Loads an official checkpoint or a converted one; both give the same bits.
 
     Args:
-      path: a directory with config.json, model.safetensors (or an index and shards) and, if there is one, tokenizer.json.
-        None: the embedded tiny checkpoint.
+      path: a directory with config.json, model.safetensors (or an index and shards) and, if there is one, tokenizer.json; or what
+        `dspark convert` wrote. None: the embedded tiny checkpoint.
       mesh: the devices to run on, see `make_mesh`. None: this process's first device.
       max_seq_len: most tokens of one stream, prompt and generated together.
       prefill_chunk: rows of one prefill call, in tokens. None: the window, at most 128.
@@ -136,14 +96,29 @@ def load(path=None, mesh=None, max_seq_len: int = 4096, prefill_chunk: int | Non
       ConfigError: a config.json or an argument that is not understood.
     """
     path = embedded_checkpoint() if path is None else Path(path)
-    checkpoint = OfficialCheckpoint.open(path)
+    checkpoint = ConvertedCheckpoint.open(path) if is_converted(path) else OfficialCheckpoint.open(path)
     config = ModelConfig.from_dict(checkpoint.config_dict)
     numerics = Numerics(dtype_name(dtype), bool(activation_quant), mesh)
     check_mesh(numerics.mesh, config)
     limits = make_limits(config, max_seq_len, prefill_chunk)
-    checkpoint.check(list(expected_tensors(config).values()))
-    module = DSpark(config, numerics, CheckpointSource(checkpoint, numerics, packed_experts=not on_cpu()))
+    module = DSpark(config, numerics, _source(checkpoint, config, numerics, packed_experts=not on_cpu()))
     return Model(config, read_tokenizer(path, config), module, limits, numerics)
+
+
+def _source(checkpoint, config: ModelConfig, numerics: Numerics, packed_experts: bool) -> Source:
+    """Where the values of a checkpoint, checked here, come from."""
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        checkpoint.check(record_leaves(config).leaves.values())
+        return ConvertedSource(checkpoint, numerics, packed_experts)
+    checkpoint.check(list(expected_tensors(config).values()))
+    return OfficialSource(checkpoint, numerics, packed_experts)
+
+
+def record_leaves(config: ModelConfig) -> LeafRecorder:
+    """What a converted checkpoint of this config holds."""
+    recorder = LeafRecorder()
+    DSpark(config, Numerics(), recorder)
+    return recorder
 
 
 def expected_tensors(config: ModelConfig) -> dict:

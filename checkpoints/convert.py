@@ -1,0 +1,294 @@
+"""Conversion to the layout of `orbax_io`, unit by unit: bounded memory, several processes, resumable after a kill at any moment.
+
+What makes it so:
+* Orbax writes a unit beside its place and renames it; then NAME.done (JSON: the unit, its checksums) appears by another rename,
+  after the unit's files are on the disk. Only with that file does a unit count; all else in units/ is removed and done again.
+* manifest.json is written when every unit is done. Before, the directory is not a checkpoint.
+* conversion.json says what is converted. A conversion goes on only from the same source: names, sizes, modification times and
+  headers of its files, checked again before the manifest is written.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from checkpoints.checksum import checksum, total
+from checkpoints.official import OfficialCheckpoint, raise_checkpoint_error
+from checkpoints.orbax_io import (FORMAT, MANIFEST, UNIT_BYTES, UNITS, ConvertedCheckpoint, Leaf, Piece, Unit, describe,
+                                  plan_units, quiet_orbax, understand, write_unit)
+from checkpoints.placing import Bounds, first_owners, place
+from dspark_jax.errors import CheckpointError
+from dspark_jax.sharding import RULES
+
+STATE, LOCK, DONE = "conversion.json", ".lock", ".done"
+Read = Callable[[Leaf, Bounds, np.ndarray], None]
+Progress = Callable[[int, int], None]
+
+
+def convert(checkpoint: OfficialCheckpoint, target: str | Path, leaves: Iterable[Leaf], read: Read, mesh: Mesh,
+            progress: Progress | None = None, unit_bytes: int = UNIT_BYTES) -> None:
+    """Writes the converted checkpoint `target`, or what is missing of it.
+
+    leaves: what to store. read(leaf, bounds, out): writes a slice of one into `out`; called for what this process's devices hold.
+    mesh: the devices whose processes share the work; the result does not depend on it.
+    progress: called with (bytes done, bytes in all), bytes of what is written.
+    Raises CheckpointError when the target cannot be written, holds something else, or the source is damaged or changes.
+    """
+    quiet_orbax()
+    target, units = Path(target), plan_units(leaves, unit_bytes)
+    needed = sum(unit.nbytes for unit in units)
+    state = {"format": FORMAT, "unit_bytes": unit_bytes, "source": fingerprint(checkpoint)}
+    with _lock(target):
+        if not _begin(target, state):
+            left = _left(target, units)
+            written = needed - sum(unit.nbytes for unit in left)
+            for unit in left:
+                if progress is not None:
+                    progress(written, needed)
+                _convert_unit(target, unit, read, mesh)
+                written += unit.nbytes
+            _finish(target, checkpoint, state, units)
+    if progress is not None:
+        progress(needed, needed)
+
+
+def verify(path: str | Path, progress: Progress | None = None) -> int:
+    """Reads a converted checkpoint and compares it with the checksums of what the conversion read. Returns the bytes compared.
+
+    Raises one CheckpointError that names every leaf that differs or cannot be read.
+    """
+    checkpoint = ConvertedCheckpoint.open(path)
+    needed, read, found = sum(unit.nbytes for unit in checkpoint.units.values()), 0, []
+    for name, unit in checkpoint.units.items():
+        if progress is not None:
+            progress(read, needed)
+        found += checkpoint.verify(name)
+        read += unit.nbytes
+    raise_checkpoint_error(path, found)
+    if progress is not None:
+        progress(needed, needed)
+    return needed
+
+
+def fingerprint(checkpoint: OfficialCheckpoint) -> dict[str, Any]:
+    """What tells one official checkpoint from another without reading its tensors."""
+    files = {}
+    for name, file in sorted(checkpoint.files.items()):
+        status = file.path.stat()
+        header = repr(sorted(file.entries.items())).encode()
+        files[name] = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "header": hashlib.sha256(header).hexdigest()}
+    return {"config": hashlib.sha256((checkpoint.path / "config.json").read_bytes()).hexdigest(), "files": files}
+
+
+def _convert_unit(target: Path, unit: Unit, read: Read, mesh: Mesh) -> None:
+    arrays, sums = {}, []
+    for piece in unit.pieces:
+        array, own = _array(piece, read, mesh)
+        arrays[piece.leaf.name] = array
+        sums.append(own)
+    sums = _added_up(sums)
+    path = target / UNITS / unit.name
+    with _writing(target):
+        write_unit(path, unit, arrays)
+        if jax.process_index() == 0:
+            _sync_tree(path)
+            checksums = {piece.leaf.name: value for piece, value in zip(unit.pieces, sums, strict=True)}
+            _write_json(target / UNITS / f"{unit.name}{DONE}", describe(unit, checksums))
+
+
+def _array(piece: Piece, read: Read, mesh: Mesh) -> tuple[jax.Array | np.ndarray, int]:
+    """The piece over the mesh, and the checksum of the parts that this process owns.
+
+    What a mesh does not cut is an array of the host's that process 0 reads and Orbax writes there. (As a replicated jax.Array
+    every device would have it, and Orbax would compile programs to share out the writing.)
+    """
+    leaf, sums = piece.leaf, []
+
+    def part(bounds: Bounds) -> np.ndarray:
+        inside = tuple((a + start, b + start) for (a, b), start in zip(bounds, piece.origin, strict=True))
+        values = np.empty([stop - start for start, stop in inside], jnp.dtype(leaf.dtype))
+        read(leaf, inside, values)
+        if bounds in owned:
+            sums.append(checksum(values, leaf.shape, tuple(start for start, _ in inside)))
+        return values
+
+    whole = tuple((0, size) for size in piece.shape)
+    if not any(leaf.axes):
+        owned = {whole}
+        array = part(whole) if jax.process_index() == 0 else np.zeros(piece.shape, jnp.dtype(leaf.dtype))
+    else:
+        where = NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) for axis in leaf.axes)))
+        owned = first_owners(piece.shape, where)
+        array = place(piece.shape, where, part)
+    return array, total(sums)
+
+
+def _begin(target: Path, state: dict[str, Any]) -> bool:
+    """Makes the target ready. True: there is nothing left to do. Another conversion or other files there are refused."""
+    finished = False
+    if jax.process_index() == 0:
+        finished = (target / MANIFEST).exists()
+        known = target / (MANIFEST if finished else STATE)
+        if known.exists():
+            _require_same(target, json.loads(known.read_text(encoding="utf-8")), state)
+        elif strangers := sorted(path.name for path in target.iterdir() if path.name != LOCK):
+            raise CheckpointError(f"{target}: is not empty and no conversion (it has {', '.join(strangers[:3])}); "
+                                  "choose another target")
+        with _writing(target):
+            if not known.exists():
+                _write_json(target / STATE, state)
+            (target / UNITS).mkdir(exist_ok=True)
+            if finished:
+                _remove_traces(target)
+    return _agreed([finished])[0]
+
+
+def _require_same(target: Path, held: dict[str, Any], state: dict[str, Any]) -> None:
+    different = [key for key in state if held.get(key) != state[key]]
+    if different:
+        raise CheckpointError(f"{target}: holds a conversion with another {', '.join(different)}; choose another target, or "
+                              "remove this one to start again")
+
+
+def _left(target: Path, units: list[Unit]) -> list[Unit]:
+    """The units still to be written; what was begun of them is removed. Raises CheckpointError when they will not fit."""
+    done = _agreed([_checksums(target, unit) is not None for unit in units])
+    left = [unit for unit, finished in zip(units, done, strict=True) if not finished]
+    if jax.process_index() == 0:
+        keep = {unit.name for unit in units} - {unit.name for unit in left}
+        keep |= {f"{name}{DONE}" for name in keep}
+        with _writing(target):
+            for path in (target / UNITS).iterdir():
+                if path.name not in keep:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        needed, free = sum(unit.nbytes for unit in left), shutil.disk_usage(target).free
+        if needed > free:
+            raise CheckpointError(f"{target}: {needed:,} bytes are still to be written, {free:,} are free; make room and run it "
+                                  "again")
+    _together("dspark_convert_left")
+    return left
+
+
+def _checksums(target: Path, unit: Unit) -> dict[str, int] | None:
+    """The checksums of a unit that is done, else None."""
+    path = target / UNITS / f"{unit.name}{DONE}"
+    if not path.exists() or not (target / UNITS / unit.name).is_dir():
+        return None
+    try:
+        found, checksums = understand(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError):
+        return None
+    return checksums if found == unit else None
+
+
+def _finish(target: Path, checkpoint: OfficialCheckpoint, state: dict[str, Any], units: list[Unit]) -> None:
+    if jax.process_index() == 0:
+        if fingerprint(checkpoint) != state["source"]:
+            raise CheckpointError(f"{checkpoint.path}: changed while it was converted; remove {target} and start again")
+        with _writing(target):
+            for name in ("config.json", "tokenizer.json"):
+                if (checkpoint.path / name).exists():
+                    _write_bytes(target / name, (checkpoint.path / name).read_bytes())
+            described = [describe(unit, _checksums(target, unit)) for unit in units]
+            _write_json(target / MANIFEST, {**state, "units": described})
+            _remove_traces(target)
+    _together("dspark_convert_finish")
+
+
+def _remove_traces(target: Path) -> None:
+    """What only an unfinished conversion needs. The manifest has it all."""
+    if jax.process_index() == 0:
+        for path in [*(target / UNITS).glob(f"*{DONE}"), target / STATE]:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """One conversion at a time may write here. The system releases the lock of a killed process."""
+    if jax.process_index() != 0:
+        yield
+        return
+    with _writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        file = open(target / LOCK, "w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{target}: another process is converting to this directory") from None
+        yield
+        (target / LOCK).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Faults of the target's disk become one clear error. Orbax passes on TensorStore's, which are no OSErrors."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        existing = next(path for path in [target, *target.absolute().parents] if path.exists())
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{target}: cannot be written ({cause}); {shutil.disk_usage(existing).free:,} bytes are free. Run "
+                              "it again when the cause is gone: it goes on where it stopped") from error
+
+
+def _write_json(path: Path, value: Any) -> None:
+    _write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    """All of it or nothing, and on the disk."""
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync(path.parent)
+
+
+def _sync_tree(path: Path) -> None:
+    for directory, _, files in os.walk(path):
+        for name in files:
+            _sync(Path(directory) / name)
+        _sync(Path(directory))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _together(name: str) -> None:
+    """All processes reach this point before one goes on."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def _agreed(done: list[bool]) -> list[bool]:
+    """What process 0 sees, in all processes."""
+    return [bool(d) for d in multihost_utils.broadcast_one_to_all(np.array(done))] if jax.process_count() > 1 else done
+
+
+def _added_up(sums: list[int]) -> list[int]:
+    """The sums of all processes, modulo 2 ** 64; in halves, because JAX has no 64-bit integers by default."""
+    if jax.process_count() == 1:
+        return sums
+    halves = np.array([[value & 0xFFFFFFFF, value >> 32] for value in sums], np.uint32)
+    everyone = np.asarray(multihost_utils.process_allgather(halves)).astype(object)
+    return [total(int(low) + (int(high) << 32) for low, high in rows) for rows in everyone.swapaxes(0, 1)]

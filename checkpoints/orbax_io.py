@@ -1,0 +1,261 @@
+"""A converted checkpoint: a directory of Orbax checkpoints that any mesh can load, whatever mesh wrote it.
+
+    config.json, tokenizer.json   as in the official checkpoint
+    manifest.json                 which unit holds what, with checksums; written last: a directory without it is not a checkpoint
+    units/NAME/                   one Orbax PyTree, {leaf name: array}
+
+A leaf is a parameter of one layer as the model holds it: dense weights in bfloat16 (exact, also for what was FP8), float32 where
+the model wants float32, routed experts packed: codes and scales are uint8 leaves. Leaves are not stacked over layers, so that the
+files do not depend on how the model groups its layers. A unit holds the small leaves of a layer, or a range of a large one along
+an axis that no mesh cuts, so that whoever writes or reads it needs little memory.
+
+Orbax (OCDBT, Zarr, uncompressed) writes the arrays and any Orbax restores them; slices are read with TensorStore, on which Orbax
+stands, so that a process reads exactly what its devices hold.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.checksum import checksum
+from checkpoints.official import LONGEST_LIST, raise_checkpoint_error
+from checkpoints.placing import Bounds
+from dspark_jax.config import read_json
+from dspark_jax.errors import CheckpointError, ConfigError
+
+FORMAT = 1
+MANIFEST, UNITS = "manifest.json", "units"
+UNIT_BYTES = 128 << 20
+CHUNK_BYTES = 8 << 20  # what is read from disk at least, however small the slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter of one layer. name: unique, "layers.3.attn.wq_a"; group: its layer; axes: the logical name of each, or None."""
+
+    name: str
+    group: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The range start..stop of `leaf` along `axis`; a whole leaf is a range too."""
+
+    leaf: Leaf
+    axis: int
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.bounds)
+
+    @property
+    def bounds(self) -> Bounds:
+        """In coordinates of the leaf."""
+        return tuple((self.start, self.stop) if i == self.axis else (0, size) for i, size in enumerate(self.leaf.shape))
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        return tuple(start for start, _ in self.bounds)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.leaf.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What one Orbax checkpoint holds: at most one piece of a leaf."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+def plan_units(leaves: Iterable[Leaf], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+    """Leaves in their order; a unit stays within `unit_bytes` unless a single index of a leaf is larger, and within a layer."""
+    groups: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        groups.setdefault(leaf.group, []).append(leaf)
+    units = []
+    for group, members in groups.items():
+        for i, pieces in enumerate(_filled(members, unit_bytes)):
+            units.append(Unit(f"{group.rstrip('.') or 'model'}-{i:03d}", tuple(pieces)))
+    return units
+
+
+def _filled(leaves: list[Leaf], unit_bytes: int) -> Iterator[list[Piece]]:
+    small, size = [], 0
+    for leaf in leaves:
+        pieces = _pieces(leaf, unit_bytes)
+        if len(pieces) > 1:
+            yield from ([piece] for piece in pieces)
+            continue
+        if small and size + leaf.nbytes > unit_bytes:
+            yield small
+            small, size = [], 0
+        small.append(pieces[0])
+        size += leaf.nbytes
+    if small:
+        yield small
+
+
+def _pieces(leaf: Leaf, unit_bytes: int) -> list[Piece]:
+    free = [i for i, axis in enumerate(leaf.axes) if axis is None]
+    axis = max(free, key=lambda i: leaf.shape[i], default=0)
+    most = max(1, unit_bytes * leaf.shape[axis] // max(1, leaf.nbytes))  # indices along the axis that fit
+    count = -(-leaf.shape[axis] // most) if free else 1
+    edges = [leaf.shape[axis] * i // count for i in range(count + 1)]
+    return [Piece(leaf, axis, start, stop) for start, stop in zip(edges, edges[1:])]
+
+
+def write_unit(path: Path, unit: Unit, arrays: dict[str, Any]) -> None:
+    """Saves {leaf name: jax.Array} of the unit's pieces with Orbax, atomically: `path` appears when all is in it."""
+    import orbax.checkpoint as ocp
+
+    # A piece of experts is cut into one chunk an expert, other arrays along their longest axis.
+    args = {piece.leaf.name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if "experts" in piece.leaf.axes else ())
+            for piece in unit.pieces}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)) as checkpointer:
+        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=args))
+
+
+def describe(unit: Unit, checksums: dict[str, int]) -> dict[str, Any]:
+    """The unit as JSON values, with the checksum of each piece; `understand` makes a Unit of it again."""
+    return {"name": unit.name, "pieces": [{**dataclasses.asdict(piece.leaf), "axis": piece.axis, "start": piece.start,
+                                           "stop": piece.stop, "checksum": f"{checksums[piece.leaf.name]:016x}"}
+                                          for piece in unit.pieces]}
+
+
+def understand(described: dict[str, Any]) -> tuple[Unit, dict[str, int]]:
+    pieces = []
+    for entry in described["pieces"]:
+        leaf = Leaf(entry["name"], entry["group"], tuple(entry["shape"]), entry["dtype"], tuple(entry["axes"]))
+        pieces.append(Piece(leaf, entry["axis"], entry["start"], entry["stop"]))
+    checksums = {entry["name"]: int(entry["checksum"], 16) for entry in described["pieces"]}
+    return Unit(described["name"], tuple(pieces)), checksums
+
+
+def is_converted(path: str | Path) -> bool:
+    """Whether `path` is the place of a conversion, finished or not."""
+    return (Path(path) / UNITS).is_dir()
+
+
+class ConvertedCheckpoint:
+    """An open converted checkpoint. Made by `open`."""
+
+    def __init__(self, path: Path, units: dict[str, Unit], checksums: dict[tuple[str, str], int]):
+        self.path, self.units, self.checksums = path, units, checksums
+        self._pieces: dict[str, list[tuple[str, Piece]]] = {}
+        for unit in units.values():
+            for piece in unit.pieces:
+                self._pieces.setdefault(piece.leaf.name, []).append((unit.name, piece))
+
+    @classmethod
+    def open(cls, path: str | Path) -> "ConvertedCheckpoint":
+        """Reads the manifest. Raises CheckpointError when the conversion is unfinished or files are missing."""
+        path = Path(path)
+        if not (path / MANIFEST).exists():
+            raise CheckpointError(f"{path}: an unfinished conversion (no {MANIFEST}); run `dspark convert` again, it goes on "
+                                  "where it was stopped")
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            if manifest["format"] != FORMAT:
+                raise CheckpointError(f"{path}: format {manifest['format']} of converted checkpoints, this version knows "
+                                      f"{FORMAT}; convert the official checkpoint again")
+            understood = [understand(described) for described in manifest["units"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}/{MANIFEST}: not understood: {type(error).__name__}: {error}") from error
+        units = {unit.name: unit for unit, _ in understood}
+        raise_checkpoint_error(path, [f"{UNITS}/{name}: missing" for name in units if not (path / UNITS / name).is_dir()])
+        return cls(path, units, {(unit.name, leaf): value for unit, sums in understood for leaf, value in sums.items()})
+
+    @property
+    def config_dict(self) -> dict[str, Any]:
+        try:
+            return read_json(self.path)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
+
+    def leaves(self) -> dict[str, Leaf]:
+        return {name: pieces[0][1].leaf for name, pieces in self._pieces.items()}
+
+    def check(self, expected: Iterable[Leaf]) -> None:
+        """The leaves must be those that the model wants, whole; else one CheckpointError that lists every other one."""
+        expected, held = {leaf.name: leaf for leaf in expected}, self.leaves()
+        found = [f"missing: {name}" for name in expected if name not in held]
+        found += [f"unexpected: {name}" for name in held if name not in expected]
+        for name, leaf in held.items():
+            want = expected.get(name, leaf)
+            if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
+                found.append(f"wrong: {name}: is {leaf.dtype} {list(leaf.shape)}, expected {want.dtype} {list(want.shape)}")
+            elif sum(piece.stop - piece.start for _, piece in self._pieces[name]) != leaf.shape[self._pieces[name][0][1].axis]:
+                found.append(f"incomplete: {name}")
+        raise_checkpoint_error(self.path, found[:LONGEST_LIST])
+
+    def read(self, name: str, bounds: Bounds) -> np.ndarray:
+        """A slice of a leaf in its stored dtype. Reads the chunks that the slice touches, and no others."""
+        leaf = self._pieces[name][0][1].leaf
+        out = np.empty([stop - start for start, stop in bounds], jnp.dtype(leaf.dtype))
+        for unit, piece in self._pieces[name]:
+            start, stop = max(piece.start, bounds[piece.axis][0]), min(piece.stop, bounds[piece.axis][1])
+            if start < stop:
+                at = [slice(*b) for b in bounds]
+                at[piece.axis] = slice(start - piece.start, stop - piece.start)
+                to = [slice(None)] * len(bounds)
+                to[piece.axis] = slice(start - bounds[piece.axis][0], stop - bounds[piece.axis][0])
+                out[tuple(to)] = self._open(unit, piece)[tuple(at)].read().result()
+        return out
+
+    def verify(self, unit: str) -> list[str]:
+        """Reads a whole unit again and compares it with the recorded checksums; what is wrong, by name."""
+        found = []
+        for piece in self.units[unit].pieces:
+            name = piece.leaf.name
+            try:
+                values = self._open(unit, piece).read().result()
+            except (CheckpointError, ValueError, OSError) as error:
+                found.append(f"{name}: cannot be read: {error}")
+                continue
+            if checksum(values, piece.leaf.shape, piece.origin) != self.checksums[unit, name]:
+                found.append(f"{name}: {UNITS}/{unit} does not hold what was written")
+        return found
+
+    def _open(self, unit: str, piece: Piece):
+        """The piece as a TensorStore, its shape and dtype checked."""
+        import tensorstore as ts
+
+        base = {"driver": "file", "path": f"{(self.path / UNITS / unit).absolute()}/"}
+        spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{piece.leaf.name}/"}}
+        try:
+            store = ts.open(spec, open=True, read=True).result()
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{self.path}: {UNITS}/{unit}: {piece.leaf.name} cannot be opened ({error}); "
+                                  "convert the checkpoint again") from error
+        if store.shape != piece.shape or store.dtype.numpy_dtype != jnp.dtype(piece.leaf.dtype):
+            raise CheckpointError(f"{self.path}: {UNITS}/{unit}: {piece.leaf.name} is {store.dtype.name} {list(store.shape)}, "
+                                  f"the manifest says {piece.leaf.dtype} {list(piece.shape)}")
+        return store
+
+
+def quiet_orbax() -> None:
+    """Orbax logs every save of every unit; a conversion has thousands."""
+    logging.getLogger("absl").setLevel(logging.ERROR)

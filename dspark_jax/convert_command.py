@@ -1,0 +1,112 @@
+"""`dspark convert SOURCE TARGET`: an official checkpoint to sharded Orbax (checkpoints/orbax_io.py); `--verify` checks one."""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from checkpoints import convert as conversion
+from checkpoints.official import OfficialCheckpoint
+from checkpoints.orbax_io import UNIT_BYTES
+from dspark_jax.config import ModelConfig
+from dspark_jax.errors import ConfigError
+from dspark_jax.loading import expected_tensors, record_leaves
+from dspark_jax.sharding import check_mesh, make_mesh, parse_mesh, single_device
+from dspark_jax.sources import read_official
+
+LINE_SECONDS = 10.0  # between progress lines where there is no terminal
+
+
+def convert_checkpoint(source: str | Path, target: str | Path, mesh: Mesh | None = None,
+                       progress: conversion.Progress | None = None, unit_bytes: int = UNIT_BYTES) -> None:
+    """Converts the official checkpoint at `source` to the directory `target`, or goes on with it where it was stopped.
+
+    mesh: the devices whose processes share the work; any mesh can load the result. None: this process's first device.
+    progress: called with (bytes done, bytes in all).
+    unit_bytes: about what is in memory at a time; fixed when a conversion begins.
+    Raises CheckpointError and ConfigError as `load` does, before anything is written where that is possible.
+    """
+    with OfficialCheckpoint.open(source) as checkpoint:
+        config = ModelConfig.from_dict(checkpoint.config_dict)
+        mesh = mesh or single_device()
+        check_mesh(mesh, config)
+        checkpoint.check(list(expected_tensors(config).values()))
+        recorder = record_leaves(config)
+
+        def read(leaf, bounds, out):
+            read_official(checkpoint, out, *recorder.declared[leaf.name], bounds)
+
+        conversion.convert(checkpoint, target, recorder.leaves.values(), read, mesh, progress, unit_bytes)
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds `convert` to the command line."""
+    parser = subparsers.add_parser(
+        "convert", help="official checkpoint to sharded Orbax, resumable; --verify checks the result",
+        description="Converts an official checkpoint directory to sharded Orbax, which any mesh can load. Routed experts stay "
+                    "packed FP4, dense weights become bfloat16 (exact). A conversion that was stopped goes on when the command "
+                    "is repeated. With --verify, TARGET alone is given: its arrays are read and compared with the checksums of "
+                    "what was converted.")
+    parser.add_argument("paths", metavar="SOURCE TARGET", nargs="+", help="official checkpoint directory; directory to write")
+    parser.add_argument("--verify", action="store_true", help="read a converted checkpoint and compare checksums")
+    parser.add_argument("--mesh", default="1x1", metavar="DATAxMODEL", help="devices that share the work (default 1x1)")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """`dspark convert`. Returns the exit status."""
+    if len(args.paths) != (1 if args.verify else 2):
+        raise ConfigError("give SOURCE and TARGET, or --verify and TARGET")
+    with _Progress("verified" if args.verify else "converted", args.quiet) as progress:
+        if args.verify:
+            count = conversion.verify(args.paths[0], progress)
+        else:
+            convert_checkpoint(*args.paths, mesh=make_mesh(*parse_mesh(args.mesh)), progress=progress)
+    if args.verify:
+        print(f"{args.paths[0]}: {count:,} bytes as recorded when they were converted")
+    return 0
+
+
+class _Progress:
+    """Bytes, speed and time left: a bar on a terminal, else a line every few seconds. Called with (bytes done, bytes in all)."""
+
+    def __init__(self, verb: str, quiet: bool):
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        self.verb, self.quiet = verb, quiet
+        console = Console(stderr=True)
+        self.bar = Progress(TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+                            console=console, disable=quiet or not console.is_terminal)
+        self.lines = not quiet and not console.is_terminal
+        self.task, self.began, self.shown = None, None, 0.0
+
+    def __enter__(self) -> _Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self.began is None:  # what an earlier run did says nothing about this one's speed
+            self.began, self.task = (now, done), self.bar.add_task(self.verb, total=total, completed=done)
+        self.bar.update(self.task, completed=done)
+        if self.lines and (done == total or now - self.shown >= LINE_SECONDS):
+            self.shown = now
+            print(self._line(done, total, now), file=sys.stderr)
+
+    def _line(self, done: int, total: int, now: float) -> str:
+        text = f"{self.verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+        elapsed, moved = now - self.began[0], done - self.began[1]
+        if moved and done < total:
+            minutes, seconds = divmod(round((total - done) * elapsed / moved), 60)
+            text += f", {moved / elapsed / 1e6:.0f} MB/s, {minutes}:{seconds:02d} left"
+        return text
