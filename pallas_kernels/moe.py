@@ -38,9 +38,12 @@ BACKENDS = {
 _KERNELS = {"tpu": ("pallas_tpu", 256), "gpu": ("pallas_gpu", 32)}
 
 
-def default_backend(experts: Experts) -> str:
-    """The one place where a platform chooses: its kernel for packed experts of a size it can tile, else plain XLA."""
-    name, multiple = _KERNELS.get(jax.default_backend(), ("xla", 1))
+def default_backend(experts: Experts, platform: str | None = None) -> str:
+    """The one place where a platform chooses: its kernel for packed experts of a size it can tile, else plain XLA.
+
+    platform: "cpu", "gpu" or "tpu"; None: this process's own. It differs where programs are compiled for a machine not at hand.
+    """
+    name, multiple = _KERNELS.get(platform or jax.default_backend(), ("xla", 1))
     fits = experts.w2.shape[1] % multiple == 0 and experts.w13.shape[1] // 2 % multiple == 0
     return name if experts.s13 is not None and fits else "xla"
 

@@ -8,6 +8,7 @@ from flax import nnx
 import pallas_kernels
 from dspark_jax.config import ModelConfig
 from dspark_jax.layers.numerics import Numerics, dot
+from dspark_jax.platform import target
 from dspark_jax.sharding import model_index, sum_over_model
 
 
@@ -101,7 +102,8 @@ class MoE(nnx.Module):
             numbers = jnp.where((numbers >= 0) & (numbers < count), numbers + layer * count, -1)
             held = self.experts.of_all_layers()
         y = pallas_kernels.moe_fp4(_flat(x), _flat(numbers), _flat(weights), _flat(mask), held, swiglu_limit=self.limit,
-                                   activation_quant=self.numerics.activation_quant, regime=regime)
+                                   activation_quant=self.numerics.activation_quant, regime=regime,
+                                   backend=pallas_kernels.default_backend(held, target()))
         return y.reshape(x.shape)
 
 
