@@ -12,6 +12,7 @@ from typing import Iterator
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from dspark_jax import gate as gates
 from dspark_jax import round as rounds
@@ -20,7 +21,7 @@ from dspark_jax.errors import NumericsError
 from dspark_jax.loading import Limits, Model
 from dspark_jax.platform import jit
 from dspark_jax.request import Request
-from dspark_jax.sharding import replicated
+from dspark_jax.sharding import cache_specs, max_over_data, on_mesh, parameter_specs, replicated, stream_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,32 +51,49 @@ class Emission:
 class Programs:
     """The two compiled programs of a mode: a prefill chunk, and a call of rounds. Both reuse the caches they are given."""
 
-    def __init__(self, graphdef: nnx.GraphDef, limits: Limits, mode: str):
-        def run(state, config, round_state, stop_ids, most):
-            module = nnx.merge(graphdef, state)
-            after, outputs, count = rounds.run(module, limits, mode, config, round_state, stop_ids, most)
-            # What comes back is cut over the mesh as what came in, else the next call would compile once more.
-            whole = replicated(module.main.numerics.mesh)
-            small = jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, whole), after.replace(cache=None))
-            return small.replace(cache=after.cache), outputs, count
-
-        self.begin = _prefill_program(graphdef)
-        self.run = jit(run, donate_argnums=2)
+    def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str):
+        self.begin = _jitted_prefill(graphdef, mesh)
+        self.run = jit(rounds_program(graphdef, mesh, limits, mode), donate_argnums=2)
         self.warm: set = set()
 
 
+def prefill_program(graphdef: nnx.GraphDef, mesh: Mesh):
+    """`rounds.begin` over the mesh: (state, cache, tokens [B, T], valid [B]) -> cache, what was chosen. The same in every mode."""
+    def program(state, cache, tokens, valid):
+        rows, cached = stream_spec(mesh, tokens.shape[0]), cache_specs(mesh, cache)
+        device = on_mesh(mesh, lambda state, *rest: rounds.begin(nnx.merge(graphdef, state), *rest),
+                         (parameter_specs(state), cached, rows, rows), (cached, rows))
+        return device(state, cache, tokens, valid)
+
+    return program
+
+
+def rounds_program(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str):
+    """`rounds.run` over the mesh: (state, gate config, round state, stop ids, most) -> round state, outputs, how many were filled.
+
+    What comes back is cut as what came in, else the next call would compile once more.
+    """
+    def device(state, *arguments):
+        after, outputs, count = rounds.run(nnx.merge(graphdef, state), limits, mode, *arguments)
+        return after, outputs, max_over_data(count)
+
+    def program(state, config, round_state, stop_ids, most):
+        streams, everywhere = round_state.anchor.shape[0], PartitionSpec()
+        specs = jax.tree.map(lambda _: stream_spec(mesh, streams), round_state).replace(cache=cache_specs(mesh, round_state.cache))
+        return on_mesh(mesh, device, (parameter_specs(state), everywhere, specs, everywhere, everywhere),
+                       (specs, stream_spec(mesh, streams, axis=1), everywhere))(state, config, round_state, stop_ids, most)
+
+    return program
+
+
 @functools.lru_cache(maxsize=None)
-def _prefill_program(graphdef: nnx.GraphDef):
-    """The same in every mode."""
-    def begin(state, cache, tokens, valid):
-        return rounds.begin(nnx.merge(graphdef, state), cache, tokens, valid)
-
-    return jit(begin, donate_argnums=1)
+def _jitted_prefill(graphdef: nnx.GraphDef, mesh: Mesh):
+    return jit(prefill_program(graphdef, mesh), donate_argnums=1)
 
 
 @functools.lru_cache(maxsize=None)
-def _programs(graphdef: nnx.GraphDef, limits: Limits, mode: str) -> Programs:
-    return Programs(graphdef, limits, mode)
+def _programs(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str) -> Programs:
+    return Programs(graphdef, mesh, limits, mode)
 
 
 class Engine:
@@ -84,7 +102,7 @@ class Engine:
     def __init__(self, model: Model, request: Request):
         self.model, self.request = model, request
         graphdef, self.state = model.split
-        self.programs = _programs(graphdef, model.limits, request.mode)
+        self.programs = _programs(graphdef, model.mesh, model.limits, request.mode)
         self.config = jax.tree.map(_as_data, request.gate)
         ids = sorted(request.stop_token_ids)
         self.stop_ids = np.array(ids + [-1] * (_padded_size(len(ids)) - len(ids)), np.int32)

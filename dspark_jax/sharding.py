@@ -7,14 +7,14 @@ Programs run under `on_mesh`: the code of the layers sees one device's part of e
 communicates only where it calls `sum_over_model` or `gather_over_model`. Called without `on_mesh`, it sees whole arrays and these
 return their argument; training and tests of single parts do so.
 
-Collectives of a step, all over "model" and no others (tests/test_sharding.py counts them in the compiled text); rows of the data axis
-never wait for each other:
+Collectives of a step, all over "model" and no others (tests/test_sharding.py counts them in the compiled text):
 * embedding lookup: each device has a range of the vocabulary and gives zeros for the other ids (all-reduce);
 * indexer scores: summed over index heads (all-reduce, one for each block of entries);
 * attention's output projection: summed over output groups (all-reduce);
 * routed experts, before the shared expert is added: summed over the experts' devices (all-reduce);
 * main logits: put together from ranges of the vocabulary (all-gather);
 * where a shard boundary cuts a quantisation block, which only tiny sizes have: the block's largest magnitude (all-reduce of maxima).
+Rows of the data axis never wait for each other within a round, and their loops may end at different counts.
 """
 from __future__ import annotations
 
@@ -90,8 +90,11 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
 
 def parameter_spec(declared) -> PartitionSpec:
     """How the array of a parameters.Declaration is cut; the leading axis of stacked layers is not."""
-    axes = (None, *declared.axes) if declared.stacked else declared.axes
-    return PartitionSpec(*(RULES.get(axis) for axis in axes))
+    axes = [RULES.get(axis) for axis in ((None, *declared.axes) if declared.stacked else declared.axes)]
+    # One spelling for each way of cutting: jit takes P() and P(None) for different arguments.
+    while axes and axes[-1] is None:
+        axes.pop()
+    return PartitionSpec(*axes)
 
 
 def parameter_specs(state: nnx.State):
@@ -168,8 +171,9 @@ def sum_over_model(x: jax.Array) -> jax.Array:
     return jax.lax.psum(x, MODEL) if model_shards() > 1 else x
 
 
-def max_over_model(x: jax.Array) -> jax.Array:
-    return jax.lax.pmax(x, MODEL) if model_shards() > 1 else x
+def max_over_data(x: jax.Array) -> jax.Array:
+    """The largest of the rows of the data axis: where their loops of rounds end at different counts."""
+    return jax.lax.pmax(x, DATA) if jax.lax.axis_size(DATA) > 1 else x
 
 
 def gather_over_model(x: jax.Array) -> jax.Array:
