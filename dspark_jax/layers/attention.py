@@ -35,8 +35,12 @@ def start(sink: jax.Array, q: jax.Array) -> Running:
 def absorb(running: Running, q: jax.Array, keys: jax.Array, visible: jax.Array) -> Running:
     """Adds keys (which are the values too) to the sum.
 
-    q [B, T, H, C]; keys [B, S, C], or [B, T, S, C] when every row has its own; visible bool [B, T, S].
+    q [B, T, H, C]; keys [B, S, C], or [B, T, S, C] when every row has its own; visible bool [B, T, S]. A key that is not finite makes
+    the rows that see it NaN, and no others, though zero times NaN is NaN.
     """
+    broken = ~jnp.isfinite(keys).all(axis=-1)
+    keys = jnp.where(broken[..., None], 0, keys)
+    poison = jnp.where(jnp.any(visible & (broken if keys.ndim == 4 else broken[:, None]), axis=-1), jnp.nan, 0)
     own = "bthc,btsc->bths" if keys.ndim == 4 else "bthc,bsc->bths"
     back = "bths,btsc->bthc" if keys.ndim == 4 else "bths,bsc->bthc"
     options = dict(precision=precision(q), preferred_element_type=jnp.float32)
@@ -47,7 +51,7 @@ def absorb(running: Running, q: jax.Array, keys: jax.Array, visible: jax.Array) 
     weights = jnp.exp(scores - highest[..., None])
     total = running.total * keep + weights.sum(axis=-1)
     values = running.values * keep[..., None] + jnp.einsum(back, weights.astype(keys.dtype), keys, **options)
-    return Running(highest, total, values)
+    return Running(highest, total + poison[..., None], values)
 
 
 def finish(running: Running, dtype) -> jax.Array:
