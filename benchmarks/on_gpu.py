@@ -1,7 +1,7 @@
 """Checks and times `pallas_kernels.gpu` on a GPU. Run through on_gpu.sh.
 
 --seeds N     seeds of the correctness part (default 50)
---tune        time the kernels of every candidate of CANDIDATES instead of the chosen tile sizes
+--tune        time the kernels of every candidate of CANDIDATES too
 --dry-run     interpret mode and small sizes, on any machine: does the script itself work
 """
 import argparse
@@ -29,13 +29,17 @@ BLOCKS = [
     gpu.Blocks(32, 32, 128, 4, 3),
     gpu.Blocks(64, 128, 64, 8, 2),
 ]
-CANDIDATES = [
-    gpu.Blocks(tile, n, k, warps, stages)
-    for tile, n, k, warps, stages in (
-        (8, 32, 256, 2, 4), (8, 32, 256, 2, 3), (8, 32, 128, 2, 4), (8, 32, 512, 2, 3), (8, 64, 128, 2, 4), (8, 64, 128, 4, 4), (8, 64, 256, 4, 3),
-        (8, 16, 256, 1, 4), (8, 32, 256, 1, 3), (16, 32, 256, 2, 4), (16, 32, 128, 2, 4),
-    )
-]
+CANDIDATES = {
+    "decode": [gpu.Blocks(*b) for b in ((8, 64, 256, 4, 3), (8, 32, 256, 2, 3), (8, 64, 256, 4, 2), (8, 128, 256, 8, 2), (8, 64, 512, 4, 2))],
+    "prefill": [
+        gpu.Blocks(*b)
+        for b in (
+            (64, 64, 128, 4, 3), (64, 64, 256, 4, 3), (64, 128, 128, 8, 3), (64, 128, 64, 4, 4), (32, 64, 256, 4, 3), (32, 64, 128, 4, 4),
+            (32, 128, 128, 8, 3), (16, 64, 256, 4, 3), (128, 128, 64, 8, 3),
+        )
+    ],
+}
+ROWS = {"decode": (1, 6, 16), "prefill": (128, 512)}
 
 
 def table(key, width, inner, experts, **_):
@@ -190,14 +194,14 @@ def main():
     experts = table(jax.random.key(0), **size)
     bandwidth = copy_bandwidth(1 if options.dry_run else 2048)
     speeds = []
-    trials = [(blocks, rows, False) for blocks in CANDIDATES * options.tune for rows in (1, 16)]
-    for blocks, rows, whole_too in trials + [(gpu.DECODE, rows, True) for rows in (1, 6, 16)]:
+    chosen = {"decode": gpu.DECODE, "prefill": gpu.PREFILL}
+    trials = [(regime, blocks, rows) for regime in list(CANDIDATES) * options.tune for blocks in CANDIDATES[regime] for rows in ROWS[regime]]
+    for number, (regime, blocks, rows) in enumerate(trials + [(regime, chosen[regime], rows) for regime in chosen for rows in ROWS[regime]]):
         start = time.perf_counter()
-        fitted = gpu.blocks_for("decode", experts, blocks)
-        speeds.append(speed_line(fitted, rows, bandwidth, *speed(rows, experts, size, fitted, "decode", options.dry_run, whole_too)))
+        fitted = gpu.blocks_for(regime, experts, blocks)
+        times = speed(rows, experts, size, fitted, regime, options.dry_run, number >= len(trials), calls=4 if regime == "decode" else 1)
+        speeds.append(speed_line(fitted, rows, bandwidth, *times))
         print(speeds[-1], f" {time.perf_counter() - start:.1f} s")
-    fitted = gpu.blocks_for("prefill", experts)
-    speeds.append(speed_line(fitted, 512, bandwidth, *speed(512, experts, size, fitted, "prefill", options.dry_run, True, calls=1)))
 
     print("\ncorrectness: relative l2 against float64 with the kernel's roundings, without; with one expert swapped")
     print(f"{'tile,n,k,warps,stages':24} rounded  float64  swapped", *report, sep="\n")

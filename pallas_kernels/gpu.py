@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 WEIGHT_SHIFT = 32  # compiled kernels compute with w * 2 ** -32 and x * 2 ** 32, see _unpack_ptx
 
-DECODE = Blocks(tile=8, block_n=64, block_k=256, warps=4, stages=3)
+DECODE = Blocks(tile=8, block_n=32, block_k=256, warps=2, stages=4)
 PREFILL = Blocks(tile=64, block_n=64, block_k=128, warps=4, stages=3)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.platform import compiler_options
 from pallas_kernels import Experts, fp4, moe_fp4
 
 LIMIT = 3.0  # low enough that both clamps act on these inputs
@@ -29,21 +30,11 @@ class Call(NamedTuple):
     first_expert: int
 
 
-def quiet(function):
-    """jit as the library does on CPU: without the fusions that make a row's bits depend on the shape."""
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    try:
-        jax.jit(lambda a: a + 1, compiler_options=options)(0)
-    except jax.errors.JaxRuntimeError:
-        options = None
-    return jax.jit(function, compiler_options=options)
-
-
 @functools.cache
 def program(name: str, regime: str, activation_quant: bool, first_expert: int):
     backend, _, _ = BACKENDS[name]
-    return quiet(functools.partial(
-        moe_fp4, swiglu_limit=LIMIT, first_expert=first_expert, activation_quant=activation_quant, regime=regime, backend=backend))
+    options = dict(swiglu_limit=LIMIT, first_expert=first_expert, activation_quant=activation_quant, regime=regime, backend=backend)
+    return jax.jit(functools.partial(moe_fp4, **options), compiler_options=compiler_options())
 
 
 def dequantised(experts: Experts) -> Experts:

@@ -14,13 +14,17 @@ def few(call, rows):
     return call._replace(x=call.x[rows], ids=call.ids[rows], weights=call.weights[rows], mask=call.mask[rows])
 
 
-@pytest.mark.parametrize("activation_quant", [False, True])
+# Only the xla backend has a second way of multiplying for wide experts.
+CHOICES = [
+    *((name, "narrow", quant) for name in BACKENDS if name != "reference" for quant in (False, True)),
+    ("xla", "wide", False),
+    ("xla-packed", "wide", False),
+]
+
+
 @pytest.mark.parametrize("regime", ["decode", "prefill"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [n for n in BACKENDS if n != "reference"])
-def test_rows_do_not_depend_on_company(name, size, regime, activation_quant):
-    if size == "wide" and (activation_quant or name in ("tpu", "gpu")):
-        return  # only the xla backend has a second way of multiplying for wide experts
+@pytest.mark.parametrize("name, size, activation_quant", CHOICES)
+def test_rows_do_not_depend_on_company(name, size, activation_quant, regime):
     held = SIZES[size]["held"]
     call = make_call(11, routes(11, ROWS, 2, held), **SIZES[size])
     options = dict(regime=regime, activation_quant=activation_quant)

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from cases import BACKENDS, LIMIT, matrix, routes, run
+from cases import BACKENDS, LIMIT, matrix, run
 from pallas_kernels import oracle
 
 CALLS = matrix()
@@ -19,13 +19,10 @@ def lines(case, activation_quant):
     return tuple(oracle.line(*call[:5], round_bf16=rounds, **options) for rounds in (True, False))
 
 
-@pytest.mark.parametrize("activation_quant", [False, True])
+@pytest.mark.parametrize("case, activation_quant", [*((case, False) for case in CALLS), ("tile edges", True), ("foreign experts", True)])
 @pytest.mark.parametrize("regime", ["decode", "prefill"])
-@pytest.mark.parametrize("case", CALLS)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_against_float64(name, case, regime, activation_quant):
-    if activation_quant and case in ("prefill tile edges", "all on one expert", "one row"):
-        return  # the same calls are made without; "tile edges" covers them with
+def test_against_float64(name, regime, case, activation_quant):
     call = CALLS[case]
     rounded, exact = lines(case, activation_quant)
     y = run(name, call, regime=regime, activation_quant=activation_quant)
@@ -64,7 +61,3 @@ def test_the_line_itself():
         gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
         out += matrix_of(call.experts.w2, call.experts.s2) @ (weight * gate / (1 + np.exp(-gate)) * up)
     np.testing.assert_allclose(lines("one row", False)[1].out[0], out, rtol=1e-12)
-
-
-def test_routes_are_distinct():
-    assert all(len(set(row)) == 4 for row in routes(5, 12, 4, 16))

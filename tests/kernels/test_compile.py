@@ -1,0 +1,80 @@
+"""The kernels built for hardware that is not here: lowered for CUDA, and compiled by Mosaic for three TPU generations, at real sizes."""
+
+import functools
+import importlib.util
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import Experts, moe_fp4, tpu
+
+WIDTH, INNER, HELD, ROUTES = 4096, 2048, 64, 6
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+
+
+def real_call(rows, sharding=None):
+    """Shapes of one device's share of a real layer: 64 experts of 256."""
+    shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+    experts = Experts(
+        shape(jnp.uint8, HELD, 2 * INNER, WIDTH // 2), shape(jnp.uint8, HELD, 2 * INNER, WIDTH // 32),
+        shape(jnp.uint8, HELD, WIDTH, INNER // 2), shape(jnp.uint8, HELD, WIDTH, INNER // 32),
+    )
+    return (shape(jnp.bfloat16, rows, WIDTH), shape(jnp.int32, rows, ROUTES), shape(jnp.float32, rows, ROUTES), shape(jnp.bool_, rows)), experts
+
+
+def op(backend, rows):
+    regime = "prefill" if rows > 64 else "decode"
+    return functools.partial(moe_fp4, swiglu_limit=10.0, first_expert=64, activation_quant=True, regime=regime, backend=backend)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 64, 512])
+def test_lowers_for_cuda(rows):
+    arguments, experts = real_call(rows)
+    text = jax.jit(op("pallas_gpu", rows)).trace(*arguments, experts).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @\S*triton", text)) == 2
+
+
+@functools.cache
+def topology(name):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed: pip install 'dspark-jax[tpu-aot]'")
+    from jax.experimental import topologies
+
+    # Without these libtpu looks for a TPU machine's metadata server, or refuses a second process.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name])
+
+
+def compiled(name, rows):
+    mesh = Mesh(np.array(topology(name).devices).reshape(-1), ("model",))
+    everywhere = PartitionSpec()
+    arguments, experts = real_call(rows, NamedSharding(mesh, everywhere))
+    function = jax.shard_map(op("pallas_tpu", rows), mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    return jax.jit(function).lower(*arguments, experts).compile()
+
+
+@pytest.mark.parametrize("rows", [1, 6, 64, 512])
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_mosaic_compiles(name, rows):
+    """The limit on VMEM is part of the kernel (`tpu.VMEM_LIMIT`), so compiling shows that it suffices."""
+    text = compiled(name, rows).as_text()
+    assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == 2
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_vmem_use(name, monkeypatch, capsys):
+    """What Mosaic says it needs, read from its refusal of a limit that is far too small."""
+    monkeypatch.setattr(tpu, "VMEM_LIMIT", 1 << 16)
+    with pytest.raises(Exception, match="(?i)vmem") as refused:
+        compiled(name, 6)
+    needed = re.search(r"(?i)size[^0-9]*([0-9.]+)([KM])", str(refused.value))
+    assert needed, str(refused.value)
+    megabytes = float(needed[1]) / (1 if needed[2] == "M" else 1024)
+    with capsys.disabled():
+        print(f"\n{name}: the first kernel takes {megabytes:.2f} MB of VMEM of {16} allowed")
+    assert megabytes < 16
