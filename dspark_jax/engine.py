@@ -103,7 +103,7 @@ class Engine:
         self.model, self.request = model, request
         graphdef, self.state = model.split
         self.programs = _programs(graphdef, model.mesh, model.limits, request.mode)
-        self.config = jax.tree.map(_as_data, request.gate)
+        self.config = jax.tree.map(as_data, request.gate)
         ids = sorted(request.stop_token_ids)
         self.stop_ids = np.array(ids + [-1] * (_padded_size(len(ids)) - len(ids)), np.int32)
         self.compile_seconds = self._warm_up()
@@ -179,7 +179,7 @@ def _record(outputs: rounds.RoundOutput, i: int) -> RoundRecord:
                        float(outputs.margin[i, 0]), skipped)
 
 
-def _as_data(number) -> np.ndarray:
+def as_data(number) -> np.ndarray:
     """A gate number with a fixed dtype, so that another value compiles nothing."""
     return np.asarray(number, {bool: np.bool_, int: np.int32}.get(type(number), np.float32))
 

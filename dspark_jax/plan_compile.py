@@ -10,19 +10,20 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from dspark_jax import cache as caches
 from dspark_jax import gate
 from dspark_jax import round as rounds
 from dspark_jax.config import ModelConfig
+from dspark_jax.engine import as_data, prefill_program, rounds_program
 from dspark_jax.errors import ConfigError
 from dspark_jax.layers.numerics import Numerics
 from dspark_jax.loading import DSpark, make_limits
 from dspark_jax.parameters import ShapeSource
 from dspark_jax.platform import compiling_for
-from dspark_jax.sharding import cache_shardings, make_mesh, parameter_sharding, replicated
+from dspark_jax.sharding import cache_shardings, make_mesh, parameter_sharding, replicated, stream_spec
 
 # A TPU compiler without a TPU asks the machine for these, and finds nothing.
 _NO_MACHINE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -64,24 +65,21 @@ class _Shapes:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where or replicated(self.mesh))
 
     def programs(self) -> dict:
-        def begin(state, cache, tokens, valid):
-            return rounds.begin(nnx.merge(self.graphdef, state), cache, tokens, valid)
-
-        def one_round(mode, state, config, round_state, stop_ids):
-            return rounds.step(nnx.merge(self.graphdef, state), self.limits, mode, config, round_state, stop_ids)[:2]
-
+        """Name -> (function, donated argument, arguments): those that `generate` runs."""
         ints = lambda *shape: self._placed(jax.ShapeDtypeStruct(shape, jnp.int32))
-        config = jax.tree.map(lambda x: self._placed(np.asarray(x, np.float32 if isinstance(x, float) else None)), gate.GateConfig())
-        state = self._round_state()
-        programs = {"prefill chunk": (begin, 1, (self.state, self.cache, ints(self.streams, self.limits.prefill_chunk),
-                                                 ints(self.streams)))}
+        prefill = (self.state, self.cache, ints(self.streams, self.limits.prefill_chunk), ints(self.streams))
+        programs = {"prefill chunk": (prefill_program(self.graphdef, self.mesh), 1, prefill)}
+        config = jax.tree.map(lambda number: self._placed(as_data(number)), gate.GateConfig())
+        arguments = (self.state, config, self._round_state(), ints(8), ints())
         for mode in ("sequential", "block"):
-            programs[f"round, {mode}"] = (functools.partial(one_round, mode), 2, (self.state, config, state, ints(8)))
+            programs[f"rounds, {mode}"] = (rounds_program(self.graphdef, self.mesh, self.limits, mode), 2, arguments)
         return programs
 
     def _round_state(self) -> rounds.RoundState:
-        vector = lambda dtype: self._placed(jax.ShapeDtypeStruct((self.streams,), dtype))
-        gate_state = jax.tree.map(self._placed, jax.eval_shape(lambda: gate.init(gate.GateConfig(), self.streams)))
+        rows = NamedSharding(self.mesh, stream_spec(self.mesh, self.streams))
+        vector = lambda dtype: self._placed(jax.ShapeDtypeStruct((self.streams,), dtype), rows)
+        gate_state = jax.tree.map(lambda leaf: self._placed(leaf, rows), jax.eval_shape(
+            lambda: gate.init(gate.GateConfig(), self.streams)))
         return rounds.RoundState(self.cache, vector(jnp.int32), vector(jnp.float32), vector(jnp.int32), vector(jnp.bool_),
                                  vector(jnp.int32), gate_state)
 
