@@ -1,4 +1,4 @@
-"""The command line: `dspark generate | bench | inspect | replay`. Exit status 0; 2 for wrong use; 1 for failure; 130 after Ctrl-C."""
+"""The command line: `dspark generate | bench | inspect | convert | plan | replay`. Exit status 0; 2 for wrong use; 1 for failure; 130 after Ctrl-C."""
 from __future__ import annotations
 
 import argparse
@@ -24,11 +24,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from dspark_jax import bench, generate_command, inspect, replay
+    from dspark_jax import bench, convert_command, generate_command, inspect, plan_command, replay
     parser = argparse.ArgumentParser(
         prog="dspark", description="DeepSeek-V4-Flash with DSpark speculative decoding in JAX: faster, and the same tokens as without.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate_command, bench, inspect, replay):
+    for module in (generate_command, bench, inspect, convert_command, plan_command, replay):
         module.add_parser(commands)
     return parser
 
