@@ -30,6 +30,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, help="only 0, greedy, so far (default %(default)s)")
     add("--top-p", type=float, default=1.0, metavar="P", help="only 1 so far (default %(default)s)")
     add("--seed", type=int, default=0, help="of sampling; without effect while decoding is greedy (default %(default)s)")
+    add("--mesh", metavar="DATAxMODEL", help="devices to cut the model over, such as 1x4 (default: one device)")
     add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: float32 on CPU, bfloat16 elsewhere)")
     add("--no-activation-quant", action="store_true", help="do not simulate the activation quantisation the model was trained with")
     add("--record", metavar="FILE", help="write the rounds for `dspark replay`; needs the gate off and a speculative mode")
@@ -48,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--record {args.record}: {Path(args.record).parent} is not a directory")
     prompt = _read_prompt(args)
     import dspark_jax as dspark
-    model = dspark.load(args.checkpoint, max_seq_len=args.max_seq_len, dtype=args.dtype,
+    from dspark_jax.sharding import make_mesh, parse_mesh
+    mesh = make_mesh(*parse_mesh(args.mesh)) if args.mesh else None
+    model = dspark.load(args.checkpoint, mesh, max_seq_len=args.max_seq_len, dtype=args.dtype,
                         activation_quant=not args.no_activation_quant)
     options = dict(max_new_tokens=args.max_new_tokens, mode=args.mode, gate=gate, temperature=args.temperature, top_p=args.top_p,
                    seed=args.seed, stop_token_ids=_stop_ids(model, args.stop))
