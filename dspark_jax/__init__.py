@@ -6,9 +6,10 @@ from dspark_jax.engine import RoundRecord
 from dspark_jax.gate import GateConfig
 from dspark_jax.generate import GenerateOutput, StreamEvent, generate, stream
 from dspark_jax.loading import Model, load
+from dspark_jax.sharding import make_mesh
 
 __all__ = [
-    "load", "Model", "generate", "stream", "GenerateOutput", "StreamEvent", "RoundRecord", "GateConfig", "gate",
+    "load", "make_mesh", "Model", "generate", "stream", "GenerateOutput", "StreamEvent", "RoundRecord", "GateConfig", "gate",
     "new_cache", "extend", "commit", "prefill", "draft",
     "DsparkError", "ConfigError", "CheckpointError", "PromptError", "NumericsError",
 ]

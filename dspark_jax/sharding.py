@@ -1,7 +1,7 @@
-"""Where every array lives, and how devices work together: the mesh, the one table from logical axes to mesh axes, the collectives.
+"""Where every array lives and how devices work together: the mesh, the table from logical axes to mesh axes, the collectives.
 
-A mesh has two axes. "data": streams are dealt out over it. "model": heads, output groups, index heads, routed experts and the main
-model's vocabulary are. Everything else is replicated. One device is the mesh (1, 1).
+A mesh has two axes. "data": streams are dealt out over it. "model": heads, output groups, index heads, routed experts and the
+main model's vocabulary are. Everything else is replicated. One device is the mesh (1, 1).
 
 Programs run under `on_mesh`: the code of the layers sees one device's part of every array, takes sizes from what it sees, and
 communicates only where it calls `sum_over_model` or `gather_over_model`. Called without `on_mesh`, it sees whole arrays and these
@@ -13,7 +13,7 @@ Collectives of a step, all over "model" and no others (tests/test_sharding.py co
 * attention's output projection: summed over output groups (all-reduce);
 * routed experts, before the shared expert is added: summed over the experts' devices (all-reduce);
 * main logits: put together from ranges of the vocabulary (all-gather);
-* where a shard boundary cuts a quantisation block, which only tiny sizes have: the block's largest magnitude (all-reduce of maxima).
+* where a shard boundary cuts a quantisation block, which only tiny sizes have: the block's largest magnitude (all-reduce).
 Rows of the data axis never wait for each other within a round, and their loops may end at different counts.
 """
 from __future__ import annotations
@@ -53,8 +53,8 @@ COUNTS = {
 def make_mesh(data: int = 1, model: int = 1, devices=None) -> Mesh:
     """A mesh of data x model devices, the first ones of `devices` (None: all that there are, of all processes).
 
-    The axes are Auto (`jax.make_mesh` makes Explicit ones by default): a program is one `jax.shard_map` over both axes, so there is
-    nothing for shardings in types to decide, and small things on the host's side (commit, joining logits) need no annotations.
+    The axes are Auto (`jax.make_mesh` makes Explicit ones by default): a program is one `jax.shard_map` over both axes, so there
+    is nothing for shardings in types to decide, and small things on the host's side (commit, joining logits) need no annotations.
     """
     devices = list(jax.devices() if devices is None else devices)
     if data < 1 or model < 1:
@@ -126,7 +126,7 @@ def stream_spec(mesh: Mesh, streams: int, axis: int = 0) -> PartitionSpec:
 
 
 def cache_specs(mesh: Mesh, cache):
-    """How a Cache (arrays or shapes) is cut: by streams, which are the only axis of the position and the second one of every other leaf."""
+    """How a Cache (arrays or shapes) is cut: by streams, the only axis of the position and the second one of every other leaf."""
     streams = cache.position.shape[0]
     return jax.tree.map(lambda leaf: stream_spec(mesh, streams, min(leaf.ndim - 1, 1)), cache)
 

@@ -1,0 +1,282 @@
+"""What the tests of the mesh run in processes of their own, which have several CPU devices.
+
+    python mesh_parts.py DEVICES WHAT ARGUMENTS...
+
+Four streams advance together through one compiled program of six rows: the three golden prompts, and the second one again.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+PROMPTS = (0, 1, 2, 1)
+DECODED = (0, 9, 24, 0)  # tokens fed after the prompt, before the golden draft case of the prompt
+WIDTH = 6
+
+
+def main(devices: int, what: str, *arguments: str) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    jax.config.update("jax_num_cpu_devices", devices)
+    {"streams": streams, "generates": generates, "refuses": refuses, "quantises": quantises}[what](*arguments)
+
+
+def start(devices: int, what: str, *arguments) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return subprocess.Popen([sys.executable, __file__, str(devices), what, *map(str, arguments)], env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(running: subprocess.Popen) -> None:
+    out, _ = running.communicate(timeout=600)
+    assert running.returncode == 0, out[-6000:]
+
+
+def load(mode: str, data: int, model: int):
+    import dspark_jax as dspark
+    from support import golden_model
+    return golden_model(activation_quant=mode == "reference", prefill_chunk=16, mesh=dspark.make_mesh(data, model))
+
+
+def streams(mode: str, sizes: str) -> None:
+    """Four streams on a mesh "DATAxMODEL", in golden mode "float" or "reference": tokens, logits, drafts, shards, collectives."""
+    from dspark_jax import api
+    from support import golden_arrays
+    data, model_devices = map(int, sizes.split("x"))
+    model, expected = load(mode, data, model_devices), golden_arrays(f"expected_{mode}")
+    check_placement(model, data, model_devices)
+    texts, compiled = {}, {}
+
+    def program(model, name):
+        def call(*arguments):
+            if name not in compiled:  # compiled by hand, to have its text
+                compiled[name] = api._compiled(model.split[0], model.mesh, name).lower(*arguments).compile()
+                texts[name] = compiled[name].as_text()
+            return compiled[name](*arguments)
+        return call
+
+    api._program = program
+    cache = follow_goldens(model, expected, mode)
+    drafts = check_drafts(model, cache, expected)
+    check_collectives(model, texts, data, model_devices)
+    check_last_vocabulary_shard(model, cache, drafts)
+
+
+def check_placement(model, data: int, shards: int) -> None:
+    """Every device holds its part of what is cut, and nothing of the others'."""
+    config, main = model.config, model.module.main
+    block, d, f = main.segments[0][0], config.hidden_size, config.moe_intermediate_size
+    parts = {
+        "embedding": (main.embed, (config.vocab_size // shards, config.hidden_size)),
+        "head": (main.head, (config.vocab_size // shards, config.hidden_size)),
+        "experts": (block.ffn.experts.w2, (2, config.n_routed_experts // shards, d, f)),
+        "heads": (block.attn.wq_b, (2, config.num_attention_heads // shards * config.head_dim, config.q_lora_rank)),
+        "group columns": (block.attn.wo_b, (2, config.hidden_size, config.o_groups // shards * config.o_lora_rank)),
+        "router": (block.ffn.gate, (2, config.n_routed_experts, config.hidden_size)),
+        "markov table": (model.module.drafter.markov_w2, (config.vocab_size, config.dspark_markov_rank)),
+    }
+    for name, (parameter, shape) in parts.items():
+        assert {s.data.shape for s in parameter[...].addressable_shards} == {shape}, name
+    whole = main.draft_head()
+    assert {s.data.shape for s in whole.addressable_shards} == {whole.shape}
+    assert (main.whole_head is None) == (shards == 1), "one device must not hold the head twice"
+
+
+def follow_goldens(model, expected, mode: str):
+    """Feeds the prompts and some decoded tokens, and compares what is said to each with the golden logits. Returns the cache."""
+    import numpy as np
+    import dspark_jax as dspark
+    inputs = [np.concatenate([expected[f"p{p}.ids"], expected[f"p{p}.decode_ids"][:n]]) for p, n in zip(PROMPTS, DECODED)]
+    cache, said = dspark.new_cache(model, len(PROMPTS)), [[] for _ in PROMPTS]
+    while (counts := np.array([min(WIDTH, len(ids)) for ids in inputs])).any():
+        tokens = np.zeros((len(PROMPTS), WIDTH), np.int32)
+        for row, ids in zip(tokens, inputs):
+            row[:min(WIDTH, len(ids))] = ids[:WIDTH]
+        logits, hidden, cache = dspark.extend(model, cache, tokens, counts)
+        check_shards_agree((logits, hidden, cache))
+        cache = dspark.commit(cache, counts)
+        for rows, got, count in zip(said, np.asarray(logits), counts):
+            rows.extend(got[:count])
+        inputs = [ids[count:] for ids, count in zip(inputs, counts)]
+    for prompt, decoded, rows in zip(PROMPTS, DECODED, said):
+        check_logits(np.array(rows), prompt, decoded, expected, mode)
+    return cache
+
+
+def check_logits(said, prompt: int, decoded: int, expected, mode: str) -> None:
+    """Float mode: all of them. Reference mode is discontinuous: three times what other float32 evaluations showed; choices."""
+    import json
+    import numpy as np
+    from support import GOLDENS, max_error, rms
+    count = len(expected[f"p{prompt}.ids"])
+    parts = {"prefill_logits": said[:count], "decode_logits": said[count:]}
+    for name, got in parts.items():
+        golden = expected[f"p{prompt}.{name}"][:len(got)]
+        if mode == "float":
+            assert len(got) == 0 or max_error(got, golden) < 1e-4, name
+        elif len(got):
+            envelope = json.loads((GOLDENS / "envelope_reference.json").read_text())["tensors"][f"p{prompt}.{name}"]
+            assert rms(got - golden) < 3 * envelope["rms_dev"], name
+    chosen = said[count - 1:].argmax(-1)[:24]
+    assert np.array_equal(chosen, expected[f"p{prompt}.decode_ids"][:len(chosen)]) and len(chosen) == min(decoded + 1, 24)
+
+
+def check_shards_agree(tree) -> None:
+    """Devices that hold the same part hold the same bits of it."""
+    import jax
+    import numpy as np
+    for leaf in jax.tree.leaves(tree):
+        seen = {}
+        for shard in leaf.addressable_shards:
+            assert np.array_equal(seen.setdefault(str(shard.index), np.asarray(shard.data)), np.asarray(shard.data))
+
+
+def check_drafts(model, cache, expected):
+    import numpy as np
+    import dspark_jax as dspark
+    anchors = [*(expected[f"d{case}.committed"][0] for case in range(3)), expected["p1.decode_ids"][0]]
+    drafts = dspark.draft(model, cache, np.array(anchors, np.int32))
+    check_shards_agree(drafts)
+    for case in range(3):
+        assert np.array_equal(drafts.tokens[case], expected[f"d{case}.draft_ids"])
+    return drafts
+
+
+def check_collectives(model, texts: dict[str, str], data: int, shards: int) -> None:
+    """The compiled text holds the collectives of the design, of these shapes and among these devices, and no others."""
+    config, units = model.config, [kind for plan in plans(model.config) for kind in plan.unit]
+    local = len(PROMPTS) // data
+    cut = shards > 1 and config.o_groups * config.o_lora_rank // shards % 128 and model.numerics.activation_quant
+
+    def summed(rows, layers):
+        wide, block = f"[{local},{rows},{config.hidden_size}]", -(-config.o_groups * config.o_lora_rank // 128)
+        return Counter({("all-reduce", wide): 2 * layers + 1, ("all-reduce", f"[{local},{rows},{block}]"): layers if cut else 0})
+
+    extend = summed(WIDTH, len(units)) + Counter({
+        ("all-reduce", f"[{local},{WIDTH},64]"): sum(kind.ratio == 4 for kind in units),
+        ("all-gather", f"[{local},{WIDTH},{config.vocab_size}]"): 1,
+    })
+    draft = summed(config.dspark_block_size, 1)
+    for name, wanted in (("extend", extend), ("draft", draft)):
+        found, groups = collectives(texts[name])
+        assert found == (+wanted if shards > 1 else Counter()), (name, found)
+        rows = [[d for d in range(r * shards, (r + 1) * shards)] for r in range(data)]
+        assert groups <= {str(rows).replace(" ", "").replace("[", "{").replace("]", "}"), f"[{data},{shards}]<=[{data * shards}]"}
+
+
+def plans(config):
+    from dspark_jax.segments import segments
+    return segments(config)
+
+
+KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+COLLECTIVE = re.compile(rf"= (\S+|\(.*?\)) ({KINDS})(?:-start)?"
+                        r"\(.*?(?:replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[\d+\])|$)", re.MULTILINE)
+
+
+def collectives(text: str) -> tuple[Counter, set[str]]:
+    """(kind, shape) of every operand of every collective of a compiled program, counted; and the device groups there are."""
+    found, groups = Counter(), set()
+    for shapes, kind, group in COLLECTIVE.findall(text):
+        found.update((kind, shape) for shape in re.findall(r"\w(\[[\d,]*\])", shapes))
+        groups.add(group)
+    return found, groups
+
+
+def check_last_vocabulary_shard(model, cache, drafts) -> None:
+    """Two rows of the head change places, so that the last id of all wins: for the main model, then for the drafter."""
+    import numpy as np
+    import dspark_jax as dspark
+    tokens = np.full((len(PROMPTS), WIDTH), 7, np.int32)
+    ones, last = np.ones(len(PROMPTS), np.int32), model.config.vocab_size - 1
+    plain = np.asarray(dspark.extend(model, cache, tokens, ones)[0])[:, 0]
+    swapped = with_head_rows(model, int(plain[0].argmax()), last)
+    logits = np.asarray(dspark.extend(swapped, cache, tokens, ones)[0])[:, 0]
+    assert plain[0].argmax() != last and logits[0].argmax() == last
+    order = np.arange(last + 1)
+    order[[plain[0].argmax(), last]] = order[[last, plain[0].argmax()]]
+    assert np.array_equal(logits, plain[:, order])
+    # Only the head is changed, so the first base logits are, and the Markov term is not.
+    bias = np.asarray(drafts.logits)[0, 0]
+    token = np.full(len(PROMPTS), 7, np.int32)
+    first = np.asarray(dspark.draft(model, cache, token).logits)[0, 0]
+    strongest = np.asarray(dspark.draft(with_head_rows(model, last, last, 50.0), cache, token).tokens)
+    assert bias.shape == first.shape and (strongest == last).any(), "a head row that points everywhere wins somewhere"
+
+
+def with_head_rows(model, a: int, b: int, factor: float = 1.0):
+    """The model with rows a and b of its head exchanged and row b scaled."""
+    import jax
+    import numpy as np
+    from flax import nnx
+    module = nnx.clone(model.module)
+    for variable in (module.main.head, module.main.whole_head):
+        if variable is not None:
+            rows = np.array(variable[...])
+            rows[[a, b]] = rows[[b, a]]
+            rows[b] *= factor
+            variable[...] = jax.device_put(rows, variable[...].sharding)
+    return dataclasses.replace(model, module=module)
+
+
+def generates(sizes: str) -> None:
+    """Speculative decoding on a mesh emits the golden tokens in the golden rounds, and every device knows the same."""
+    import dspark_jax as dspark
+    from dspark_jax.engine import Engine
+    from support import golden_arrays
+    model, expected = load("float", *map(int, sizes.split("x"))), golden_arrays("expected_float")
+    original, calls = Engine._run, []
+
+    def run(self, state, most):
+        result = original(self, state, most)
+        check_shards_agree(result)
+        calls.append(most)
+        return result
+
+    Engine._run = run
+    emitted = expected["spec1.emitted"].tolist()
+    out = dspark.generate(model, expected["p1.ids"].tolist(), max_new_tokens=len(emitted), mode="block", stop_token_ids=[])
+    assert out.tokens[0] == emitted and len(calls) > 1
+    assert [r.accepted for r in out.rounds[0]] == expected["spec1.accepted"].tolist()[:len(out.rounds[0])]
+
+
+def refuses() -> None:
+    import pytest
+    import dspark_jax as dspark
+    from support import GOLDENS
+    with pytest.raises(dspark.ConfigError, match="4x4 needs 16 devices, there are 4"):
+        dspark.make_mesh(4, 4)
+    with pytest.raises(dspark.ConfigError, match="at least 1"):
+        dspark.make_mesh(0, 4)
+    with pytest.raises(dspark.ConfigError, match="3 devices.*num_attention_heads is 8, o_groups is 4, index_n_heads is 8, "
+                                                 "n_routed_experts is 8, vocab_size is 256"):
+        dspark.load(GOLDENS, mesh=dspark.make_mesh(1, 3))
+    with pytest.raises(dspark.ConfigError, match="make_mesh"):
+        dspark.load(GOLDENS, mesh="1x4")
+    with pytest.raises(dspark.ConfigError, match="3 streams do not divide over the 2 devices"):
+        dspark.new_cache(dspark.load(GOLDENS, mesh=dspark.make_mesh(2, 2)), 3)
+
+
+def quantises() -> None:
+    """Quantisation blocks cut at any channel give the bits of the whole: 32, 96, 128, 192 and 80 channels a device."""
+    import jax
+    import numpy as np
+    from jax.sharding import PartitionSpec
+    from dspark_jax.sharding import MODEL, make_mesh, on_mesh
+    from pallas_kernels.activation import act_quant, act_quant_of_part
+    mesh, cut = make_mesh(1, 4), PartitionSpec(None, MODEL)
+    for width in (32, 96, 128, 192, 80):
+        x = np.random.default_rng(width).standard_normal((3, 4 * width)).astype(np.float32)
+        x[0] *= np.exp(np.linspace(-9, 9, 4 * width))
+        part = jax.jit(on_mesh(mesh, lambda x: act_quant_of_part(x, 128, MODEL), (cut,), cut))
+        assert np.array_equal(part(x), act_quant(x, 128)), width
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
