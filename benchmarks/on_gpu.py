@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import Experts, gpu, oracle
+from pallas_kernels.routing import Held
 
 LIMIT = 10.0
 REAL = dict(width=4096, inner=2048, experts=64, routes=6)  # one device's share of the 256 experts of a layer
@@ -22,6 +23,7 @@ BLOCKS = [
     gpu.DECODE,
     gpu.PREFILL,
     gpu.Blocks(16, 64, 256, 4, 4),
+    gpu.Blocks(8, 64, 256, 4, 3),
     gpu.Blocks(8, 16, 128, 1, 3),
     gpu.Blocks(16, 32, 512, 2, 2),
     gpu.Blocks(16, 64, 64, 4, 3),
@@ -65,7 +67,7 @@ def batch(rng, rows, width, experts, routes, crowded=False, **_):
 def check_blocks(blocks, seeds, interpret, activation_quant=False):
     """Worst errors of one choice of tile sizes, all assertions made on the way."""
     run = jax.jit(functools.partial(
-        gpu.moe_fp4_gpu, swiglu_limit=LIMIT, first_expert=0, activation_quant=activation_quant, regime="decode", blocks=blocks,
+        gpu.moe_fp4_gpu, swiglu_limit=LIMIT, here=Held(0, SMALL["experts"]), activation_quant=activation_quant, regime="decode", blocks=blocks,
         interpret=interpret))
     worst = {"rounded": 0.0, "float64": 0.0, "swapped": np.inf}
     for seed in range(seeds):
@@ -157,13 +159,14 @@ def speed(rows, experts, size, blocks, regime, interpret, whole_too, calls=4, lo
     """(seconds of the two kernels, seconds of the whole op or None, bytes of the active experts), means over `calls` routings."""
     rng = np.random.default_rng(rows)
     loops = 1 if interpret else loops
+    here = Held(0, size["experts"])
     batches = [tuple(map(jnp.asarray, batch(rng, rows, **size))) for _ in range(calls)]
     options = dict(swiglu_limit=LIMIT, activation_quant=False, blocks=blocks, interpret=interpret)
     moved = np.mean([len(np.unique(b[1])) for b in batches]) * sum(a[0].nbytes for a in experts)
 
-    prepare = jax.jit(lambda *b: gpu.prepare(*b, size["experts"], 0, False, blocks, interpret)[0])
+    prepare = jax.jit(lambda *b: gpu.prepare(*b, here, False, blocks, interpret)[0])
     kernels = lambda work, experts, zero: gpu.run_tiles(work._replace(slot_weight=work.slot_weight + zero), experts, **options)
-    whole = lambda b, experts, zero: gpu.moe_fp4_gpu(*b[:2], b[2] + zero, b[3], experts, first_expert=0, regime=regime, **options)
+    whole = lambda b, experts, zero: gpu.moe_fp4_gpu(*b[:2], b[2] + zero, b[3], experts, here=here, regime=regime, **options)
     time_of = lambda call, items: seconds(repeated(call, loops), items, experts) / (calls * loops)
     return time_of(kernels, [prepare(*b) for b in batches]), time_of(whole, batches) if whole_too else None, moved
 

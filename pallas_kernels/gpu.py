@@ -188,9 +188,9 @@ class Work(NamedTuple):
     x: jax.Array  # bfloat16 [2, T, D/2] by parity
 
 
-def prepare(x, ids, weights, mask, held, first_expert, activation_quant, blocks, interpret=False) -> tuple[Work, routing.Schedule]:
-    """Sort the pairs into tiles; arguments as `moe_fp4`, `held` experts here."""
-    plan = routing.schedule(ids, mask, first_expert, held, blocks.tile)
+def prepare(x, ids, weights, mask, here, activation_quant, blocks, interpret=False) -> tuple[Work, routing.Schedule]:
+    """Sort the pairs into tiles; arguments as `moe_fp4`."""
+    plan = routing.schedule(ids, mask, here, blocks.tile)
     row_of_slot = plan.pair_of_slot // ids.shape[1]
     slot_weight = weights.reshape(-1).astype(jnp.float32)[plan.pair_of_slot]
     x = _by_parity(maybe_quantise(x, activation_quant), interpret)
@@ -217,13 +217,13 @@ def blocks_for(regime: str, experts, blocks: Blocks | None = None) -> Blocks:
 
 
 def moe_fp4_gpu(
-    x, ids, weights, mask, experts, *, swiglu_limit, first_expert, activation_quant, regime, blocks: Blocks | None = None, interpret=False
+    x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime, blocks: Blocks | None = None, interpret=False
 ):
     """See `pallas_kernels.moe.moe_fp4`. Experts packed, D and F multiples of 32. Activations are rounded to bfloat16 before each product.
 
     blocks: overrides the regime's tile sizes, for tuning. interpret: run on any platform, for tests.
     """
     blocks = blocks_for(regime, experts, blocks)
-    work, plan = prepare(x, ids, weights, mask, experts.w2.shape[0], first_expert, activation_quant, blocks, interpret)
+    work, plan = prepare(x, ids, weights, mask, here, activation_quant, blocks, interpret)
     out = run_tiles(work, experts, swiglu_limit=swiglu_limit, activation_quant=activation_quant, blocks=blocks, interpret=interpret)
     return routing.sum_routes(routing.from_tiles(out.reshape(-1, blocks.tile, out.shape[-1]), plan), ids.shape[0])

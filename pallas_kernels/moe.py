@@ -13,6 +13,7 @@ import jax
 
 from pallas_kernels.gpu import moe_fp4_gpu
 from pallas_kernels.reference import moe_fp4_reference
+from pallas_kernels.routing import Held
 from pallas_kernels.tpu import moe_fp4_tpu
 from pallas_kernels.xla import moe_fp4_xla
 
@@ -57,6 +58,8 @@ def moe_fp4(
     *,
     swiglu_limit: float,
     first_expert: int | jax.Array = 0,
+    held: int | None = None,
+    offset: int | jax.Array = 0,
     activation_quant: bool = False,
     regime: str = "decode",
     backend: str | None = None,
@@ -64,7 +67,9 @@ def moe_fp4(
     """Routed experts of T rows.
 
     x: [T, D] in the compute dtype. ids: [T, A] int32, global expert ids. weights: [T, A] float32 route weights. mask: [T] bool, rows that count.
-    experts: those with global ids first_expert .. first_expert + E - 1. regime: "decode" (few rows; verification too) or "prefill".
+    experts: those with global ids first_expert .. first_expert + held - 1, in rows offset .. offset + held - 1 of the tables; the tables may hold
+    more (the experts of every layer of a stack, say), which costs nothing. held: None for all of E.
+    regime: "decode" (few rows; verification too) or "prefill".
     backend: a key of BACKENDS, None for the platform's own. Returns float32 [T, D]; rows that do not count are zero.
 
     Differentiable in x, weights and dequantised experts through backend "xla" with regime "prefill".
@@ -78,5 +83,5 @@ def moe_fp4(
         raise ValueError(f"backend {name!r} takes packed FP4 experts; these are dequantised (use 'xla')")
     return BACKENDS[name](
         x, ids, weights, mask, experts,
-        swiglu_limit=swiglu_limit, first_expert=first_expert, activation_quant=activation_quant, regime=regime,
+        swiglu_limit=swiglu_limit, here=Held(first_expert, held or experts.w2.shape[0], offset), activation_quant=activation_quant, regime=regime,
     )

@@ -10,13 +10,12 @@ from pallas_kernels.expert import gated, maybe_quantise
 from pallas_kernels.routing import sum_routes
 
 
-def moe_fp4_reference(x, ids, weights, mask, experts, *, swiglu_limit, first_expert, activation_quant, regime):
+def moe_fp4_reference(x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime):
     """See `pallas_kernels.moe.moe_fp4`. Gathers 3 * F * D floats for each of the T * A pairs."""
     del regime  # one way to compute both
-    held_experts = experts.w2.shape[0]
-    local = ids - first_expert
-    held = mask[:, None] & (local >= 0) & (local < held_experts)
-    local = jnp.where(held, local, 0)
+    local = ids - here.first
+    held = mask[:, None] & (local >= 0) & (local < here.count)
+    local = jnp.where(held, local, 0) + here.offset
     if experts.s13 is None:
         w13, w2 = experts.w13[local], experts.w2[local]
     else:

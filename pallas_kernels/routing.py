@@ -17,7 +17,7 @@ import jax.numpy as jnp
 class Schedule(NamedTuple):
     """Where every pair is computed."""
 
-    tile_expert: jax.Array  # [max_tiles] int32, local expert of the tile, in 0..E-1 (the last active tile's expert beyond n_tiles)
+    tile_expert: jax.Array  # [max_tiles] int32, the row of the tables that the tile uses (beyond n_tiles, the last active tile's)
     n_tiles: jax.Array  # [] int32, tiles that hold work
     pair_of_slot: jax.Array  # [max_tiles, tile] int32, in 0..P-1 (meaningless where not slot_used)
     slot_used: jax.Array  # [max_tiles, tile] bool
@@ -47,10 +47,19 @@ def _ranks(expert: jax.Array) -> jax.Array:
     return rank
 
 
-def schedule(ids: jax.Array, mask: jax.Array, first_expert, experts: int, tile: int) -> Schedule:
-    """ids [T, A] global expert ids, mask [T]: which rows count; experts first_expert .. first_expert + experts - 1 are held here."""
+class Held(NamedTuple):
+    """Which experts are here: global ids first .. first + count - 1, in rows offset .. offset + count - 1 of the tables."""
+
+    first: int | jax.Array
+    count: int
+    offset: int | jax.Array = 0
+
+
+def schedule(ids: jax.Array, mask: jax.Array, here: Held, tile: int) -> Schedule:
+    """ids [T, A] global expert ids, mask [T]: which rows count."""
+    experts = here.count
     pairs = ids.size
-    local = ids.reshape(-1) - first_expert
+    local = ids.reshape(-1) - here.first
     held = jnp.repeat(mask, ids.shape[1]) & (local >= 0) & (local < experts)
     expert = jnp.where(held, local, experts).astype(jnp.int32)  # the sentinel is a group of its own
 
@@ -67,7 +76,7 @@ def schedule(ids: jax.Array, mask: jax.Array, first_expert, experts: int, tile: 
     target = jnp.where(held, slot_of_pair, tiles * tile)
     owner = jnp.full(tiles * tile, -1, jnp.int32).at[target].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
     owner = owner.reshape(tiles, tile)
-    return Schedule(tile_expert, n_tiles, jnp.maximum(owner, 0), owner >= 0, slot_of_pair, held)
+    return Schedule(tile_expert + here.offset, n_tiles, jnp.maximum(owner, 0), owner >= 0, slot_of_pair, held)
 
 
 def _zero(x):

@@ -108,15 +108,15 @@ def _block_n(*sizes):
     return max(b for b in (8, 16, 32, 64, BLOCK_N) if all(size % b == 0 for size in sizes))
 
 
-def moe_fp4_tpu(x, ids, weights, mask, experts, *, swiglu_limit, first_expert, activation_quant, regime, interpret=False):
+def moe_fp4_tpu(x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime, interpret=False):
     """See `pallas_kernels.moe.moe_fp4`. Experts packed. Activations are rounded to bfloat16 before each product.
 
     Compiled, D and F must be multiples of 256 (whole lanes of packed columns). interpret: run on any platform, for tests.
     """
-    held, width, inner = experts.w2.shape[0], experts.w2.shape[1], experts.w2.shape[2] * 2
+    width, inner = experts.w2.shape[1], experts.w2.shape[2] * 2
     tile = PREFILL_TILE if regime == "prefill" else DECODE_TILE
     block_n = _block_n(width, inner)
-    plan = routing.schedule(ids, mask, first_expert, held, tile)
+    plan = routing.schedule(ids, mask, here, tile)
     tiles = routing.to_tiles(maybe_quantise(x, activation_quant), plan)
     weight = routing.to_tiles(weights.reshape(-1, 1).astype(jnp.float32), plan)
     call = functools.partial(_call, block_n=block_n, interpret=interpret)

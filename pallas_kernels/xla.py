@@ -105,12 +105,12 @@ def _wide(tiles, weight, experts, plan, swiglu_limit, activation_quant):
     return _looped(tiles, plan, one_tile)
 
 
-def moe_fp4_xla(x, ids, weights, mask, experts, *, swiglu_limit, first_expert, activation_quant, regime):
+def moe_fp4_xla(x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime):
     """See `pallas_kernels.moe.moe_fp4`."""
     wide = _is_wide(experts)
     batched = regime == "prefill" and experts.s13 is None and not wide
     tile = 1 if wide else PREFILL_TILE if regime == "prefill" else DECODE_TILE
-    plan = routing.schedule(ids, mask, first_expert, experts.w2.shape[0], tile)
+    plan = routing.schedule(ids, mask, here, tile)
     tiles = routing.to_tiles(maybe_quantise(x, activation_quant), plan)
     weight = routing.to_tiles(weights.reshape(-1, 1).astype(jnp.float32), plan)
     run = _batched if batched else _wide if wide else _narrow

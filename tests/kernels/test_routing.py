@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import LIMIT, dequantised, make_call, routes
-from pallas_kernels import moe_fp4, routing
+from cases import BACKENDS, LIMIT, dequantised, make_call, routes, run
+from dspark_jax.platform import compiler_options
+from pallas_kernels import Experts, moe_fp4, routing
 
 
 def plain_schedule(ids, mask, first_expert, experts, tile):
@@ -26,11 +27,11 @@ def test_schedule(monkeypatch, largest_comparison, rows, active, experts, held, 
     monkeypatch.setattr(routing, "LARGEST_COMPARISON", largest_comparison)
     ids = routes(0, rows, active, experts)
     mask = np.random.default_rng(1).random(rows) < 0.8
-    plan = jax.tree.map(np.asarray, jax.jit(lambda i, m: routing.schedule(i, m, first, held, tile))(ids, mask))
+    plan = jax.tree.map(np.asarray, jax.jit(lambda i, m: routing.schedule(i, m, routing.Held(first, held, 2), tile))(ids, mask))
     expected = plain_schedule(ids, mask, first, held, tile)
     assert plan.n_tiles == len(expected) <= routing.max_tiles(ids.size, held, tile) == len(plan.tile_expert)
     for number, (expert, pairs) in enumerate(expected):
-        assert plan.tile_expert[number] == expert
+        assert plan.tile_expert[number] == 2 + expert  # two other experts come first in the tables
         assert plan.pair_of_slot[number][plan.slot_used[number]].tolist() == pairs
         assert plan.slot_of_pair[pairs].tolist() == [number * tile + i for i in range(len(pairs))]
     assert plan.slot_used.sum() == plan.pair_held.sum() == sum(len(pairs) for _, pairs in expected)
@@ -38,7 +39,7 @@ def test_schedule(monkeypatch, largest_comparison, rows, active, experts, held, 
 
 def test_the_bound_on_tiles_is_reached():
     ids = np.array([[0], [1], [2], [2], [2]])
-    plan = routing.schedule(jnp.asarray(ids), jnp.ones(5, bool), 0, 3, 2)
+    plan = routing.schedule(jnp.asarray(ids), jnp.ones(5, bool), routing.Held(0, 3), 2)
     assert int(plan.n_tiles) == routing.max_tiles(5, 3, 2) == 4
 
 
@@ -61,6 +62,24 @@ def test_gradients_equal_those_of_the_reference():
     for a, b in zip(found, expected):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) > 0
     assert np.all(np.asarray(found[0])[~call.mask] == 0) and np.all(np.asarray(found[1])[~call.mask] == 0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_table_may_hold_more(name):
+    """The experts of one layer among those of a stack: the same bits as alone, at any place."""
+    call = make_call(6, routes(6, 9, 2, 6), held=4, width=64, inner=32, first_expert=1, padded=(2,))
+    alone = run(name, call)
+    other = make_call(7, routes(6, 9, 2, 6), held=4, width=64, inner=32).experts
+    stacked = [np.concatenate([b, a, b]) for a, b in zip(call.experts, other)]
+    experts = Experts(*stacked)
+    if BACKENDS[name][1]:
+        experts = dequantised(experts)
+    function = jax.jit(
+        lambda offset, *call, experts: moe_fp4(*call, experts, swiglu_limit=LIMIT, first_expert=1, held=4, offset=offset, backend=BACKENDS[name][0]),
+        compiler_options=compiler_options(),
+    )
+    assert np.array_equal(np.asarray(function(4, *call[:4], experts=experts)), alone)
+    assert not np.array_equal(np.asarray(function(0, *call[:4], experts=experts)), alone)
 
 
 def test_refusals():
