@@ -45,7 +45,9 @@ def _call(function, state, args):
 
 
 def _jitted(function, config, graphdef):
-    return platform.jit(lambda state, *args: function(config, nnx.merge(graphdef, state), *args))
+    """Without LLVM's optimisations: it compiles in half the time, and the deviations stay the same."""
+    options = {**(platform.compiler_options() or {}), "xla_backend_optimization_level": 0}
+    return jax.jit(lambda state, *args: function(config, nnx.merge(graphdef, state), *args), compiler_options=options)
 
 
 _compiled = functools.lru_cache(maxsize=None)(_jitted)
