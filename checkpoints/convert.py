@@ -9,6 +9,7 @@ What makes it so:
 """
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -58,6 +59,7 @@ def convert(checkpoint: OfficialCheckpoint, target: str | Path, leaves: Iterable
                 if progress is not None:
                     progress(written, needed)
                 _convert_unit(target, unit, read, mesh)
+                _trim_memory()
                 written += unit.nbytes
             _finish(target, checkpoint, state, units)
     if progress is not None:
@@ -272,6 +274,12 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _trim_memory() -> None:
+    """glibc keeps freed blocks of many megabytes in its arenas; over hundreds of units that would add up to several units."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _together(name: str) -> None:

@@ -147,7 +147,10 @@ def test_leftovers_and_damaged_marks_do_not_count(source, held, tmp_path, monkey
     first.write_text(first.read_text()[:-20])
     shutil.rmtree(units / second.name.removesuffix(".done"))
     third.write_text(third.read_text().replace('"stop": ', '"stop": 1'))
+    again, write = [], conversion.write_unit
+    monkeypatch.setattr(conversion, "write_unit", lambda path, *rest: (again.append(path.name), write(path, *rest)))
     convert(source, target)
+    assert {path.name.removesuffix(".done") for path in (first, second, third)} < set(again) and len(again) == 31 - 2
     assert parts.contents(target) == held
     assert {path.name for path in units.iterdir()} == set(ConvertedCheckpoint.open(target).units)
 
