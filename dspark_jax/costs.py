@@ -10,9 +10,10 @@ import numpy as np
 
 from dspark_jax import api
 from dspark_jax.engine import Engine
+from dspark_jax.errors import ConfigError
+from dspark_jax.gate import GateConfig
 from dspark_jax.loading import Model
 from dspark_jax.request import make_request
-from dspark_jax.gate import GateConfig
 
 _REPEATS = 16
 
@@ -20,14 +21,18 @@ _REPEATS = 16
 def measure(model: Model, prompt: list[int]) -> dict[str, float]:
     """draft_ms, verify_ms (the whole block) and plain_ms behind `prompt` (ids), each call waited for on its own.
 
-    A round is timed as a whole and its draft alone; verify is the difference.
+    A round is timed as a whole and its draft alone; verify is the difference. A prompt that leaves too little room for the rounds is
+    cut. Raises ConfigError where not even two rounds fit.
     """
-    fits = min(_REPEATS, (model.limits.max_seq_len - len(prompt) - 1) // (model.config.dspark_block_size + 1))
-    prompt = prompt if fits > 0 else prompt[:1]
+    rows, room = model.config.dspark_block_size + 1, model.limits.max_seq_len - 1
+    repeats = min(_REPEATS, (room - 1) // rows - 1)  # one more round comes before the timed ones
+    if repeats < 1:
+        raise ConfigError(f"max_seq_len {model.limits.max_seq_len} has no room to measure two rounds of {rows} tokens; load with a larger one")
+    prompt = prompt[:room - rows * (repeats + 1)]
     _, _, cache = api.prefill(model, prompt)
     token = np.array(prompt[-1:], np.int32)
     draft = _median_ms(lambda: jax.block_until_ready(api.draft(model, cache, token)), _REPEATS)
-    plain, block = (_step_ms(model, prompt, mode, max(fits, 1)) for mode in ("plain", "block"))
+    plain, block = (_step_ms(model, prompt, mode, repeats) for mode in ("plain", "block"))
     return {"draft_ms": draft, "verify_ms": max(block - draft, 0.0), "plain_ms": plain}
 
 
@@ -37,7 +42,7 @@ def _step_ms(model: Model, prompt: list[int], mode: str, repeats: int) -> float:
     request = make_request(model, prompt, most, mode, GateConfig(), 0.0, 0, 1.0, [])
     emissions = Engine(model, request).stream(request.prompts[0], 1)
     next(emissions)
-    return _median_ms(lambda: next(emissions, None), repeats)
+    return _median_ms(lambda: next(emissions), repeats)
 
 
 def _median_ms(call: Callable, repeats: int) -> float:

@@ -42,15 +42,27 @@ def scripted(model, tokens=(), confidence=(), tokenizer=None, nan_tokens=()):
 
     nan_tokens: ids whose embedding is NaN in the copy, so that the logits behind such a token are.
     """
-    graphdef, state = nnx.split(model.module)
-    module = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf, state))  # variables of its own, the same arrays
+    module = _copy(model.module)
     if not isinstance(module.drafter, ScriptedDrafter):
         module.drafter = ScriptedDrafter(module.drafter)
     module.drafter.tokens[...] = _padded(tokens, module.drafter.tokens[...], OWN)
     module.drafter.confidence[...] = _padded(confidence, module.drafter.confidence[...], np.nan)
-    if nan_tokens:
-        module.main.embed[...] = module.main.embed[...].at[jnp.asarray(nan_tokens)].set(jnp.nan)
-    return dataclasses.replace(model, module=module, tokenizer=tokenizer)
+    return with_nan_tokens(dataclasses.replace(model, module=module, tokenizer=tokenizer), nan_tokens)
+
+
+def with_nan_tokens(model, ids):
+    """A copy whose embeddings of these tokens are NaN."""
+    if not ids:
+        return model
+    module = _copy(model.module)
+    module.main.embed[...] = module.main.embed[...].at[jnp.asarray(ids)].set(jnp.nan)
+    return dataclasses.replace(model, module=module)
+
+
+def _copy(module):
+    """Variables of its own, the same arrays."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf, state))
 
 
 def _padded(values, like, rest):

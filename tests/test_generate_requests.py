@@ -77,7 +77,8 @@ def test_forms_of_prompts(golden_float):
 
 # Text
 
-TEXTS = ["plain text, ends here", "na\u00efve \u65e5\u672c\u8a9e \U0001f642 caf\u00e9\n", "\U0001f642\U0001f642", " leading and  double  blanks", "\u65e5"]
+TEXTS = ["plain text, ends here", "na\u00efve \u65e5\u672c\u8a9e \U0001f642 caf\u00e9\n", "\U0001f642\U0001f642",
+         " leading and  double  blanks", "\u65e5"]
 
 
 def pieces(model, tokens, sizes):
