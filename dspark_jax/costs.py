@@ -27,7 +27,8 @@ def measure(model: Model, prompt: list[int]) -> dict[str, float]:
     rows, room = model.config.dspark_block_size + 1, model.limits.max_seq_len - 1
     repeats = min(_REPEATS, (room - 1) // rows - 1)  # one more round comes before the timed ones
     if repeats < 1:
-        raise ConfigError(f"max_seq_len {model.limits.max_seq_len} has no room to measure two rounds of {rows} tokens; load with a larger one")
+        raise ConfigError(f"max_seq_len {model.limits.max_seq_len} has no room to measure two rounds of {rows} tokens; "
+                          "load with a larger one")
     prompt = prompt[:room - rows * (repeats + 1)]
     _, _, cache = api.prefill(model, prompt)
     token = np.array(prompt[-1:], np.int32)
