@@ -68,13 +68,11 @@ def test_mosaic_compiles(name, rows):
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_vmem_use(name, monkeypatch, capsys):
-    """What Mosaic says it needs, read from its refusal of a limit that is far too small."""
-    monkeypatch.setattr(tpu, "VMEM_LIMIT", 1 << 16)
-    with pytest.raises(Exception, match="(?i)vmem") as refused:
+    """What Mosaic says it needs, read from its refusal of a limit that is too small."""
+    monkeypatch.setattr(tpu, "VMEM_LIMIT", 2 << 20)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Scoped allocation with size") as refused:
         compiled(name, 6)
-    needed = re.search(r"(?i)size[^0-9]*([0-9.]+)([KM])", str(refused.value))
-    assert needed, str(refused.value)
-    megabytes = float(needed[1]) / (1 if needed[2] == "M" else 1024)
+    needed = re.search(r"Scoped allocation with size ([0-9.]+)M", str(refused.value))
     with capsys.disabled():
-        print(f"\n{name}: the first kernel takes {megabytes:.2f} MB of VMEM of {16} allowed")
-    assert megabytes < 16
+        print(f"\n{name}: gate and up take {needed[1]} MB of VMEM, 16 are allowed")
+    assert float(needed[1]) < 8
