@@ -23,19 +23,19 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m dspark_jax.train", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("stage", choices=STAGES)
-    p.add_argument("--cache", type=Path, default=Path("training/cache"), help="folder for text and tokens (default: %(default)s)")
-    p.add_argument("--run", type=Path, default=Path("training/run"), help="folder for states and logs (default: %(default)s)")
-    p.add_argument("--out", type=Path, default=Path("training/checkpoint"),
+    p.add_argument("--cache", type=Path, default=Path("runs/text"), help="folder for text and tokens (default: %(default)s)")
+    p.add_argument("--run", type=Path, default=Path("runs/tiny"), help="folder for states and logs (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=Path("runs/checkpoint"),
                    help="folder for the checkpoint (default: %(default)s)")
     p.add_argument("--config", type=Path, default=Path(__file__).parents[2] / "checkpoints" / "tiny" / "config.json",
                    help="model config in the official layout (default: the embedded checkpoint's)")
     p.add_argument("--seed", type=int, default=0, help="of the text, the initial values and the order (default: %(default)s)")
-    p.add_argument("--steps", type=int, default=1300, help="steps of the main model (default: %(default)s)")
-    p.add_argument("--drafter-steps", type=int, default=500, help="steps of the drafter (default: %(default)s)")
-    p.add_argument("--rows", type=int, default=16, help="windows a step (default: %(default)s)")
+    p.add_argument("--steps", type=int, default=3300, help="steps of the main model (default: %(default)s)")
+    p.add_argument("--drafter-steps", type=int, default=1000, help="steps of the drafter (default: %(default)s)")
+    p.add_argument("--rows", type=int, default=8, help="windows a step (default: %(default)s)")
     p.add_argument("--length", type=int, default=256, help="tokens a window (default: %(default)s)")
-    p.add_argument("--muon-rate", type=float, default=1.2e-2, help="peak learning rate of matrices (default: %(default)s)")
-    p.add_argument("--adam-rate", type=float, default=4e-3, help="peak learning rate of everything else (default: %(default)s)")
+    p.add_argument("--muon-rate", type=float, default=1e-2, help="peak learning rate of matrices (default: %(default)s)")
+    p.add_argument("--adam-rate", type=float, default=3e-3, help="peak learning rate of everything else (default: %(default)s)")
     p.add_argument("--devices", type=int, default=os.cpu_count(),
                    help="data-parallel CPU devices; must divide --rows (default: all cores)")
     p.add_argument("--save-every", type=float, default=120.0, help="seconds between saved states (default: %(default)s)")
@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.devices < 1 or options.rows % options.devices:
         parser().error(f"--devices {options.devices} must divide --rows {options.rows}")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.devices}"
     from dspark_jax.train import stages
     from dspark_jax.train.sources import SourceError

@@ -17,6 +17,8 @@ from dspark_jax.train import tokenizer as tokenizers
 
 # share of the windows, by kind; and what the kinds are reported as
 MIXTURE = {"prose": 0.33, "code": 0.21, "functions": 0.10, "math": 0.12, "count": 0.12, "cycle": 0.12}
+# and in the last third of the main model's steps, and for the drafter: more of what has to be exact
+LATE_MIXTURE = {"prose": 0.28, "code": 0.14, "functions": 0.12, "math": 0.10, "count": 0.16, "cycle": 0.20}
 REPORTED = {"prose": ("prose",), "code": ("code", "functions"), "math": ("math",), "repeat": ("count", "cycle")}
 GENERATED_BYTES = 3_000_000  # of each generated kind
 HELD_OUT = 0.03
@@ -43,13 +45,13 @@ class Corpus:
     token_bytes: np.ndarray
     seed: int
 
-    def batch(self, step: int, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def batch(self, step: int, rows: int, length: int, late: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """-> int32 [rows, length + 1] and int32 [rows]: the training windows of `step` and their kinds, by place in MIXTURE.
 
-        The same whenever it is asked for. Kinds are stratified within the batch.
+        late: of LATE_MIXTURE. The same whenever it is asked for. Kinds are stratified within the batch.
         """
         rng = np.random.default_rng([self.seed, step])
-        edges = np.cumsum(list(MIXTURE.values()))
+        edges = np.cumsum(list((LATE_MIXTURE if late else MIXTURE).values()))
         kinds = np.searchsorted(edges / edges[-1], (rng.random() + np.arange(rows)) / rows, side="right")
         names = list(MIXTURE)
         kinds = rng.permutation(kinds).astype(np.int32)

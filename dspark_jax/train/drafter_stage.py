@@ -59,7 +59,7 @@ def losses(logits: jax.Array, confidence: jax.Array, chosen: jax.Array, counts: 
 
 
 def task(config: ModelConfig, parts: weights.Parts, twin: nnx.GraphDef, main: MainModel, corpus: data.Corpus, steps: int,
-         rows: int, length: int, rates: tuple[float, float], anchors: int = 24) -> Task:
+         rows: int, length: int, rates: tuple[float, float], anchors: int = 48) -> Task:
     """main: the trained model, weights as stored, activations quantised. anchors: drafts per window."""
     main_graph, main_state = nnx.split(main)
     block = config.dspark_block_size
@@ -76,7 +76,7 @@ def task(config: ModelConfig, parts: weights.Parts, twin: nnx.GraphDef, main: Ma
         return entropy + CONFIDENCE_WEIGHT * surprise, measures
 
     def batch(step):
-        tokens, kinds = corpus.batch(10_000_000 + step, rows, length - 1)  # steps that the main model did not see
+        tokens, kinds = corpus.batch(10_000_000 + step, rows, length - 1, late=True)  # steps that the main model did not see
         rng = np.random.default_rng([corpus.seed, step, 1])
         width = (length - block - 1) // anchors
         places = 1 + np.arange(anchors) * width + rng.integers(0, width, (rows, anchors))

