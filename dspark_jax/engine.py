@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dspark_jax import gate as gates
 from dspark_jax import round as rounds
 from dspark_jax.api import new_cache
+from dspark_jax.distributed import losses_explained
 from dspark_jax.errors import NumericsError
 from dspark_jax.loading import Limits, Model
 from dspark_jax.platform import jit
@@ -115,8 +116,9 @@ class Engine:
         if key in self.programs.warm:
             return 0.0
         started = time.perf_counter()
-        cache, _ = self._prefill_chunk(new_cache(self.model), [])
-        jax.block_until_ready(self._run(self._round_state(cache, 0, 0.0, 0), 0))  # no rounds
+        with losses_explained():
+            cache, _ = self._prefill_chunk(new_cache(self.model), [])
+            jax.block_until_ready(self._run(self._round_state(cache, 0, 0.0, 0), 0))  # no rounds
         self.programs.warm.add(key)
         return time.perf_counter() - started
 
@@ -139,8 +141,12 @@ class Engine:
     def stream(self, prompt: tuple[int, ...], rounds_per_call: int) -> Iterator[Emission]:
         """Emits until max_new_tokens or a stop token; the surplus of the last round is dropped from its tokens.
 
-        Raises NumericsError at logits that are not finite, after the tokens before them.
+        Raises NumericsError at logits that are not finite, after the tokens before them; DsparkError if another process is lost.
         """
+        with losses_explained():
+            yield from self._stream(prompt, rounds_per_call)
+
+    def _stream(self, prompt: tuple[int, ...], rounds_per_call: int) -> Iterator[Emission]:
         self.gate_state = None
         cache, chunk = new_cache(self.model), self.model.limits.prefill_chunk
         for at in range(0, len(prompt), chunk):

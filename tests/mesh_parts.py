@@ -22,7 +22,14 @@ def main(devices: int, what: str, *arguments: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     jax.config.update("jax_num_cpu_devices", devices)
-    {"streams": streams, "generates": generates, "refuses": refuses, "quantises": quantises}[what](*arguments)
+    {"streams": streams, "generates": generates, "refuses": refuses, "quantises": quantises, "process": process}[what](*arguments)
+
+
+def compile_quickly() -> None:
+    """Without LLVM's optimisations programs compile in half the time; the deviations stay the same. Asks for a device."""
+    from dspark_jax import platform
+    options = {**(platform.compiler_options() or {}), "xla_backend_optimization_level": 0}
+    platform.compiler_options = lambda: options
 
 
 def start(devices: int, what: str, *arguments) -> subprocess.Popen:
@@ -41,6 +48,7 @@ def finish(running: subprocess.Popen) -> None:
 def load(mode: str, data: int, model: int):
     import dspark_jax as dspark
     from support import golden_model
+    compile_quickly()
     return golden_model(activation_quant=mode == "reference", prefill_chunk=16, mesh=dspark.make_mesh(data, model))
 
 
@@ -276,6 +284,31 @@ def quantises() -> None:
         x[0] *= np.exp(np.linspace(-9, 9, 4 * width))
         part = jax.jit(on_mesh(mesh, lambda x: act_quant_of_part(x, 128, MODEL), (cut,), cut))
         assert np.array_equal(part(x), act_quant(x, 128)), width
+
+
+def process(coordinator: str, process_id: str, dies: str) -> None:
+    """One of two processes: together they emit the golden tokens. Then `dies` ends, and the other one must say so and end too."""
+    import dspark_jax as dspark
+    from dspark_jax import distributed
+    from support import golden_arrays
+    distributed.initialize(coordinator, int(process_id), 2)
+    import jax
+    assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 4)
+    model, expected = load("float", 1, 4), golden_arrays("expected_float")
+    check_placement(model, 1, 4)
+    assert model.limits.fewest == model.config.dspark_block_size + 1
+    prompt, wanted = expected["p1.ids"].tolist(), expected["p1.decode_ids"].tolist()
+    out = dspark.generate(model, prompt, max_new_tokens=len(wanted), mode="block", stop_token_ids=[])
+    assert out.tokens == [wanted]
+    print("the golden tokens", flush=True)
+    if process_id == dies:
+        os._exit(9)
+    try:
+        while True:
+            dspark.generate(model, prompt, max_new_tokens=len(wanted), mode="block", stop_token_ids=[])
+    except dspark.DsparkError as error:
+        print(error)
+        distributed.leave(1)
 
 
 if __name__ == "__main__":

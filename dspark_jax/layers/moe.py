@@ -94,16 +94,14 @@ class MoE(nnx.Module):
 
     def routed(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, mask: jax.Array, regime: str, layer=None) -> jax.Array:
         """What the experts at hand add, [B, T, D] float32: all of them, or on a mesh this device's."""
-        held = self.experts.arrays()
-        count = held.w13.shape[-3]
-        numbers = chosen - count * model_index()
+        tables, offset = self.experts.arrays(), 0
+        count = tables.w13.shape[-3]
         if layer is not None:
-            # Another device's expert must not become one of another layer.
-            numbers = jnp.where((numbers >= 0) & (numbers < count), numbers + layer * count, -1)
-            held = self.experts.of_all_layers()
-        y = pallas_kernels.moe_fp4(_flat(x), _flat(numbers), _flat(weights), _flat(mask), held, swiglu_limit=self.limit,
+            tables, offset = self.experts.of_all_layers(), layer * count
+        y = pallas_kernels.moe_fp4(_flat(x), _flat(chosen), _flat(weights), _flat(mask), tables, swiglu_limit=self.limit,
+                                   first_expert=count * model_index(), held=count, offset=offset,
                                    activation_quant=self.numerics.activation_quant, regime=regime,
-                                   backend=pallas_kernels.default_backend(held, target()))
+                                   backend=pallas_kernels.default_backend(tables, target()))
         return y.reshape(x.shape)
 
 

@@ -1,0 +1,54 @@
+"""Several processes: two of them with two CPU devices each do what one with four does, and one that is left alone says so."""
+
+import socket
+import time
+
+import pytest
+
+import dspark_jax as dspark
+from dspark_jax import distributed
+from mesh_parts import start
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_processes_and_the_death_of_one():
+    """test_sharding.py compares one process of four devices with the same golden tokens."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    stays, dies = (start(2, "process", coordinator, i, 1) for i in (0, 1))
+    try:
+        said, _ = dies.communicate(timeout=900)
+        died = time.monotonic()
+        assert dies.returncode == 9 and "the golden tokens" in said, said[-4000:]
+        said, _ = stays.communicate(timeout=60)
+    finally:
+        stays.kill()
+        dies.kill()
+    assert stays.returncode == 1 and time.monotonic() - died < 60
+    assert "the golden tokens" in said
+    assert "process 0 lost another one of the 2 processes of this run: it ended or cannot be reached" in said
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("localhost:1234", None, None), "go together"),
+    ((None, 0, 2), "go together"),
+    (("localhost", 0, 2), "HOST:PORT"),
+    ((":1234", 0, 2), "HOST:PORT"),
+    (("localhost:x", 0, 2), "HOST:PORT"),
+    (("localhost:1234", 2, 2), "between 0 and 1"),
+    (("localhost:1234", -1, 2), "between 0 and 1"),
+    (("localhost:1234", 0, 0), "of 0 processes"),
+])
+def test_arguments_are_refused(arguments, message):
+    with pytest.raises(dspark.ConfigError, match=message):
+        distributed.initialize(*arguments)
+
+
+def test_other_errors_are_left_alone():
+    with pytest.raises(ZeroDivisionError), distributed.losses_explained():
+        1 // 0
