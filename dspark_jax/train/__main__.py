@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--adam-rate", type=float, default=3e-3, help="peak learning rate of everything else (default: %(default)s)")
     p.add_argument("--devices", type=int, default=os.cpu_count(),
                    help="data-parallel CPU devices; must divide --rows (default: all cores)")
+    p.add_argument("--init", type=Path, help="stage main or drafter: a saved state whose parameters to start from, with a new schedule")
     p.add_argument("--save-every", type=float, default=120.0, help="seconds between saved states (default: %(default)s)")
     return p
 
@@ -46,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.devices < 1 or options.rows % options.devices:
         parser().error(f"--devices {options.devices} must divide --rows {options.rows}")
+    if options.init and options.stage not in ("main", "drafter"):
+        parser().error("--init goes with the stages main and drafter only")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.devices}"
     from dspark_jax.train import stages

@@ -68,6 +68,7 @@ def _rates(options) -> tuple[float, float]:
 
 def _fit(options, task: loop.Task, params: loop.Params, sums: tuple[str, ...], figures: Callable, unit: str) -> None:
     """Trains with a progress bar and a log; `sums` are the measures that `figures` is made of, smoothed over steps."""
+    params = loop.load_params(options.init, params) if options.init else params
     path, log = options.run / f"{task.name}.safetensors", loop.Log(options.run / f"{task.name}.jsonl")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"),
                TimeRemainingColumn())
