@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 import dspark_jax as dspark
 from dspark_jax.loading import embedded_checkpoint
@@ -109,6 +109,14 @@ def test_broken_text_adds_up_too(golden_float):
         tokens = rng.choice([0x41, 0x80, 0xBF, 0xC3, 0xE6, 0x97, 0xF0, 0x9F, 0x99, 0x82, 0xFF], size=rng.integers(1, 30)).tolist()
         shown = pieces(model, tokens, iter(rng.integers(1, 5, len(tokens)).tolist()))
         assert "".join(shown) == bytes(tokens).decode(errors="replace") == decode(model, tokens)
+
+
+def test_text_that_begins_otherwise_than_it_goes_on(golden_float):
+    """Some tokenizers drop the blank before the first word: a piece must not be decoded as if it were the first."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["\u2581one", "\u2581two", "\u2581three", "s"])}, unk_token="s"))
+    tokenizer.decoder = decoders.Metaspace()
+    model = dataclasses.replace(golden_float, tokenizer=tokenizer)
+    assert pieces(model, [0, 3, 1, 2, 3], iter([1, 1, 1, 2])) == ["one", "s", " two", " threes"]
 
 
 def test_an_unfinished_character_is_shown_at_the_end(golden_float):
