@@ -73,7 +73,9 @@ def with_values(module, changes: dict):
     flat = dict(nnx.to_flat_state(state))
     for path, change in changes.items():
         key = tuple(int(part) if part.isdigit() else part for part in path.split("."))
-        flat[key] = flat[key].replace(change(np.array(flat[key][...])))
+        value, old = change(np.array(flat[key][...])), flat[key][...]
+        # A program is compiled anew for arguments that lie elsewhere.
+        flat[key] = flat[key].replace(jax.device_put(value, old.sharding) if isinstance(old, jax.Array) else value)
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.items())))
 
 
