@@ -43,7 +43,7 @@ def corpus() -> data.Corpus:
 def main(corpus):
     """(parts, task, official prefixes) of a small main model."""
     parts, twin, prefixes = main_stage.build(CONFIG, 0, corpus.frequencies(VOCAB))
-    return parts, main_stage.task(CONFIG, parts, twin, corpus, 24, ROWS, LENGTH, (2e-2, 1e-2)), prefixes
+    return parts, main_stage.task(CONFIG, parts, twin, corpus, 24, ROWS, LENGTH, (2e-2, 1e-2), 16), prefixes
 
 
 @pytest.fixture(scope="module")

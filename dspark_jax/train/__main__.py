@@ -38,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--adam-rate", type=float, default=3e-3, help="peak learning rate of everything else (default: %(default)s)")
     p.add_argument("--devices", type=int, default=os.cpu_count(),
                    help="data-parallel CPU devices; must divide --rows (default: all cores)")
-    p.add_argument("--init", type=Path, help="stage main or drafter: a saved state whose parameters to start from, with a new schedule")
+    p.add_argument("--init", type=Path, help="stage main or drafter: a saved state whose parameters to start from, with "
+                   "a new schedule and, for main, the late mixture of text throughout")
     p.add_argument("--save-every", type=float, default=120.0, help="seconds between saved states (default: %(default)s)")
     return p
 

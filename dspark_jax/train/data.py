@@ -18,7 +18,7 @@ from dspark_jax.train import tokenizer as tokenizers
 # share of the windows, by kind; and what the kinds are reported as
 MIXTURE = {"prose": 0.33, "code": 0.21, "functions": 0.10, "math": 0.12, "count": 0.12, "cycle": 0.12}
 # and in the last third of the main model's steps, and for the drafter: more of what has to be exact
-LATE_MIXTURE = {"prose": 0.28, "code": 0.14, "functions": 0.12, "math": 0.10, "count": 0.16, "cycle": 0.20}
+LATE_MIXTURE = {"prose": 0.22, "code": 0.12, "functions": 0.12, "math": 0.10, "count": 0.12, "cycle": 0.32}
 REPORTED = {"prose": ("prose",), "code": ("code", "functions"), "math": ("math",), "repeat": ("count", "cycle")}
 GENERATED_BYTES = 3_000_000  # of each generated kind
 HELD_OUT = 0.03

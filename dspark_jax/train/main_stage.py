@@ -84,8 +84,11 @@ def _load(config: ModelConfig, aux) -> dict[str, jax.Array]:
 
 
 def task(config: ModelConfig, parts: weights.Parts, twin: nnx.GraphDef, corpus: data.Corpus, steps: int, rows: int, length: int,
-         rates: tuple[float, float]) -> Task:
-    """rates: peak learning rates of Muon and of Adam. The last fifth of the steps runs through the checkpoint's storage."""
+         rates: tuple[float, float], late_from: int) -> Task:
+    """rates: peak learning rates of Muon and of Adam. late_from: the step from which on the late mixture of text is read.
+
+    The last fifth of the steps runs through the checkpoint's storage.
+    """
     token_bytes = jnp.asarray(corpus.token_bytes)
     decay, warmup = max(1, steps // 4), max(1, min(60, steps // 10))
 
@@ -100,7 +103,7 @@ def task(config: ModelConfig, parts: weights.Parts, twin: nnx.GraphDef, corpus: 
         return nats.mean() + index, measures
 
     def batch(step):
-        tokens, kinds = corpus.batch(step, rows, length, late=step >= steps - steps // 3)
+        tokens, kinds = corpus.batch(step, rows, length, late=step >= late_from)
         return {"tokens": tokens, "kinds": kinds}
 
     def after(params, measures, step):

@@ -29,7 +29,8 @@ def data(options) -> None:
 def main(options) -> None:
     config, corpus = ModelConfig.from_file(options.config), texts.load(options.cache, options.seed)
     parts, twin, _ = main_stage.build(config, options.seed, corpus.frequencies(config.vocab_size))
-    task = main_stage.task(config, parts, twin, corpus, options.steps, options.rows, options.length, _rates(options))
+    late_from = 0 if options.init else options.steps - options.steps // 3
+    task = main_stage.task(config, parts, twin, corpus, options.steps, options.rows, options.length, _rates(options), late_from)
 
     def figures(measures):
         return {name: main_stage.bits_per_byte(measures, kinds) for name, kinds in texts.REPORTED.items()}
