@@ -67,6 +67,13 @@ def speaks() -> bool:
     return jax.process_index() == 0
 
 
+def keep_stdout() -> None:
+    """Gives standard output to Python alone: gloo prints its connections there, amid the text. They go to standard error."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    os.dup2(2, 1)
+
+
 def leave(status: int) -> NoReturn:
     """Ends this process without the usual farewell, which waits for processes that may be gone and ends in a stack trace."""
     sys.stdout.flush()
