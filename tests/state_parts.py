@@ -118,7 +118,7 @@ class Fed:
 def feed(model, cache, tokens, ends, sizes, width: int) -> Fed:
     """Extends and commits every stream b from its position to ends[b] with tokens[b], by sizes[b] rows at a time.
 
-    tokens [B, S]; ends and sizes [B] or one number, or sizes a function from the number of the call to [B]. width: rows of each call.
+    tokens [B, S]; ends and sizes [B] or one number; sizes may be a function of the call's number. width: rows of each call.
     """
     fed = Fed(cache, tokens)
     call = 0

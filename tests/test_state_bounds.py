@@ -58,7 +58,8 @@ def test_one_past_the_end(model, full):
         dspark.prefill(model, [*tokens[0].tolist(), 1])
 
 
-@pytest.mark.parametrize("max_seq_len, ratio, slots", [(1, 4, 64), (256, 4, 64), (259, 4, 64), (260, 4, 128), (512, 8, 64), (520, 8, 128)])
+@pytest.mark.parametrize("max_seq_len, ratio, slots", [
+    (1, 4, 64), (256, 4, 64), (259, 4, 64), (260, 4, 128), (512, 8, 64), (520, 8, 128)])
 def test_entry_capacity(golden_reference, max_seq_len, ratio, slots):
     """Every entry that max_seq_len tokens complete has a slot, in blocks of 64."""
     assert entry_capacity(golden_reference.config, ratio, max_seq_len) == slots >= max_seq_len // ratio
@@ -94,7 +95,7 @@ def test_prefill_refuses(golden_reference, tokens, message):
 
 
 def test_extend_and_commit_keep_their_arguments(golden_reference):
-    """`extend` writes slots and does not move the position; `commit` adds to the position and does nothing else; neither donates."""
+    """`extend` writes slots and moves no position; `commit` adds to the position and does nothing else; neither donates."""
     cache = dspark.new_cache(golden_reference)
     before = [np.asarray(a).copy() for a in (cache.position, cache.stages, cache.layers[0][0].window)]
     written = dspark.extend(golden_reference, cache, [[1, 2, 3, 4, 5, 6]], [6])[2]
@@ -106,7 +107,7 @@ def test_extend_and_commit_keep_their_arguments(golden_reference):
 
 @pytest.mark.parametrize("valid", [0, 1, 2])
 def test_rows_beyond_valid_write_nothing(golden_reference, valid):
-    """Of six rows from position 14 on, the first `valid` write their slots and the entries they complete (two do), and no others."""
+    """Of six rows from position 14 on, the first `valid` write their slots and the entries they complete, and nothing else."""
     cache = feed(golden_reference, dspark.new_cache(golden_reference), random_tokens(13, 1, 14), 14, BLOCK, BLOCK).cache
     written = dspark.extend(golden_reference, cache, random_tokens(14, 1, BLOCK), [valid])[2]
 

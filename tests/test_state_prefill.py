@@ -31,7 +31,8 @@ class Plain:
     def wrong_state(self, cache) -> dict:
         """In which streams the committed state is not that of plain decode at the same position."""
         config = self.model.config
-        return different_state(committed(cache, config), committed(joined([self.caches[p] for p in np.asarray(cache.position)]), config))
+        expected = joined([self.caches[p] for p in np.asarray(cache.position)])
+        return different_state(committed(cache, config), committed(expected, config))
 
     def assert_prefix(self, logits, hidden):
         """[S, ...] of the first S positions."""
@@ -56,7 +57,7 @@ def test_prompt_length(plain, length):
 
 
 def test_prefill_then_steps(plain):
-    """Pitfall 2: prefill(N - m) and m steps equal plain decode of N tokens for m = 1..2*ratio: entries, index entries, next logits."""
+    """Pitfall 2: prefill(N - m) and m steps equal plain decode of N tokens, m = 1..2*ratio: all entries and the next logits."""
     steps = np.arange(1, 2 * RATIOS[1] + 1)
     prefilled = [dspark.prefill(plain.model, plain.tokens[0, :LENGTH - m].tolist())[2] for m in steps]
     fed = feed(plain.model, joined(prefilled), plain.tokens.repeat(ROWS, 0), LENGTH, 1, ROWS)

@@ -37,7 +37,7 @@ class Clean:
         return different_state(committed(cache, self.model.config), pick(self.state, cache.position))
 
     def wrong_steps(self, cache, singles: int, total: int) -> tuple[list[int], dict]:
-        """Goes on for `total` tokens, the first `singles` one at a time: the streams whose logits, and whose state, are not clean."""
+        """Goes on for `total` tokens, the first `singles` one at a time: the streams whose logits, or state, are not clean."""
         batch = len(cache.position)
         tokens = np.broadcast_to(self.tokens, (batch, len(self.tokens)))
         start = np.asarray(cache.position)
@@ -65,7 +65,7 @@ def junk(tokens, accepted, seed: int) -> np.ndarray:
 
 
 def reject(clean, cases):
-    """Runs cases (start, width, accepted), two junk suffixes each, and checks the accepted rows -> cache committed at start + accepted."""
+    """Runs cases (start, width, accepted) with two junk suffixes each, checks the accepted rows, commits them -> cache."""
     starts, widths, accepted = np.repeat(np.array(cases, np.int32), 2, axis=0).T
     cache, tokens = clean.at(starts)
     block = block_at(tokens, starts, clean.width)
@@ -85,7 +85,8 @@ def test_junk_suffix_leaves_no_trace(clean, group):
 
     The first steps go one row at a time, while slots of junk are still about; the rest in blocks.
     """
-    cases = [(start, width, accepted) for start in STARTS[group::GROUPS] for width in range(1, BLOCK + 1) for accepted in range(width)]
+    starts, widths = STARTS[group::GROUPS], range(1, BLOCK + 1)
+    cases = [(start, width, accepted) for start in starts for width in widths for accepted in range(width)]
     cache = reject(clean, cases)
     assert clean.wrong_state(cache) == {}
     assert clean.wrong_steps(cache, singles=BLOCK, total=FOLLOWING) == ([], {})
@@ -99,7 +100,7 @@ def clean_reference(golden_reference):
 
 @pytest.mark.parametrize("first", range(0, 40, 8))
 def test_block_transaction(clean_reference, first):
-    """Two blocks with one accepted prefix leave one committed state: every prefix length, every alignment, across every ring's wraps.
+    """Two blocks with one accepted prefix leave one committed state: every prefix length, every alignment, every wrap of a ring.
 
     The blocks have LONGEST rows, two more than a verify block of the golden config, so that the rings have no slot to spare.
     """
@@ -111,7 +112,7 @@ def test_block_transaction(clean_reference, first):
 
 
 def test_overshoot_is_overwritten(clean_reference):
-    """Overwrite safety: 1, 2, 3, 4, 5 or 8 rows that are never committed, at 21 positions around the wraps, then on as if nothing was."""
+    """Overwrite safety: 1, 2, 3, 4, 5 or 8 rows never committed, at 21 positions around the wraps, then on as if nothing was."""
     overshoot, starts = (np.resize(a, 128) for a in np.meshgrid((1, 2, 3, 4, 5, 8), np.arange(10, 31)))
     cache, tokens = clean_reference.at(starts)
     wrong = junk(block_at(tokens, starts, LONGEST), np.zeros_like(starts), seed=2)

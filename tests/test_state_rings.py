@@ -88,12 +88,13 @@ def test_stage_ring_is_not_aliased(width):
 
 
 def pooled_tokens(ratio: int, members: int, width: int, size: int, starts) -> np.ndarray:
-    """Which tokens the library pools for each entry [B, entries, members] (or NO_ENTRY) when `width` rows follow starts[b] tokens.
+    """Which tokens the library pools for each entry [B, entries, members], or NO_ENTRY, when `width` rows follow starts[b].
 
     It is the library's bookkeeping, run on positions in place of values.
     """
     compressor = types.SimpleNamespace(
-        ratio=ratio, members=members, project=lambda x, positions: positions[..., None], pool=lambda inputs, first: inputs[..., 0])
+        ratio=ratio, members=members,
+        project=lambda x, positions: positions[..., None], pool=lambda inputs, first: inputs[..., 0])
     positions = starts[:, None] + np.arange(width)
     entries = np.full((1, len(starts), int(starts.max() + width) // ratio + 1, members), NO_ENTRY, np.int32)
 
@@ -107,7 +108,7 @@ def pooled_tokens(ratio: int, members: int, width: int, size: int, starts) -> np
 @pytest.mark.parametrize("ratio, members", [(4, 8), (8, 8)])
 @pytest.mark.parametrize("width", [1, BLOCK, 16])
 def test_compressor_ring_is_not_aliased(ratio, members, width):
-    """Every position: the entries that a call completes, and no others, pool their own tokens. One slot fewer than needed shows."""
+    """Every position: the entries that a call completes, and no others, pool their own tokens. One slot fewer shows."""
     size = members + width - 1
     starts = np.arange(3 * size)
     expected = np.full((len(starts), (starts.max() + width) // ratio + 1, members), NO_ENTRY)
@@ -169,7 +170,7 @@ def by_length(tight):
 
 
 def changed_by(model, by_length, queries, change) -> np.ndarray:
-    """change(cache, numbers [B] of the queries in its streams) -> cache. bool: does it change the logits at position queries[i]?"""
+    """change(cache, numbers [B] of the queries in its streams) -> cache. bool: does it change the logits at queries[i]?"""
     tokens, cache = by_length
     changed = []
     for at in range(0, len(queries), BATCH):
@@ -195,7 +196,7 @@ def add_one(array, slots):
 
 @pytest.mark.parametrize("ratio", [4, 8])
 def test_stored_entries_in_sight(tight, by_length, ratio):
-    """A row at p sees entry e, completed before, exactly if e < p // ratio: changing the entry changes the logits, or not one bit."""
+    """A row at p sees entry e, completed before, exactly if e < p // ratio: else changing it changes not one bit."""
     queries, entries = (a.ravel() for a in np.meshgrid(np.arange(LAST + 1), np.arange(LAST // ratio + 2), indexing="ij"))
 
     def change(cache, numbers):

@@ -1,4 +1,4 @@
-"""Streams do not touch each other, neither one after another in a used cache nor side by side: pitfalls 6, 7 and 12. Bits, on CPU."""
+"""Streams do not touch each other, neither in a used cache nor side by side: pitfalls 6, 7 and 12. Bits, on CPU."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_second_request_on_a_used_cache(golden_reference, length):
 
 
 def speculate(model, tokens, prompts, ends, seed: int):
-    """Streams [B] of prompts[b] tokens, then blocks of random width and random acceptance up to ends[b], with junk in the rejected rows.
+    """Prompts of prompts[b] tokens, then blocks of random width and acceptance up to ends[b], with junk in the rejected rows.
 
     Returns the logits [B, S, V] of every committed position, and the cache.
     """
