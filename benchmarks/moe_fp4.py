@@ -10,6 +10,7 @@ For each number of rows, the best time of
 beside the bandwidth bound: bytes of the experts that are active, over the rate of a large copy (bytes read plus written).
 Processor time is printed next to wall time, because the two differ on a busy machine.
 """
+
 import argparse
 import functools
 import sys
@@ -37,7 +38,12 @@ def best(call, repeats):
 def batch(rows, experts):
     rng = np.random.default_rng(rows)
     ids = np.stack([rng.permutation(experts)[:ROUTES] for _ in range(rows)]).astype(np.int32)
-    return rng.standard_normal((rows, WIDTH)).astype(np.float32), ids, rng.random((rows, ROUTES)).astype(np.float32), np.ones(rows, bool)
+    return (
+        rng.standard_normal((rows, WIDTH)).astype(np.float32),
+        ids,
+        rng.random((rows, ROUTES)).astype(np.float32),
+        np.ones(rows, bool),
+    )
 
 
 def copy_rate(megabytes=1024):
@@ -56,8 +62,10 @@ def packed_experts(experts):
     packed = lambda key, *shape: jax.random.bits(key, shape, jnp.uint8)
     scales = lambda key, *shape: jax.random.randint(key, shape, 117, 123, jnp.int32).astype(jnp.uint8)
     return Experts(
-        packed(keys[0], experts, 2 * INNER, WIDTH // 2), scales(keys[1], experts, 2 * INNER, WIDTH // 32),
-        packed(keys[2], experts, WIDTH, INNER // 2), scales(keys[3], experts, WIDTH, INNER // 32),
+        packed(keys[0], experts, 2 * INNER, WIDTH // 2),
+        scales(keys[1], experts, 2 * INNER, WIDTH // 32),
+        packed(keys[2], experts, WIDTH, INNER // 2),
+        scales(keys[3], experts, WIDTH, INNER // 32),
     )
 
 
@@ -78,7 +86,9 @@ def measure(experts, arguments, backend, repeats):
     from dspark_jax.platform import compiler_options
     from pallas_kernels import moe_fp4
 
-    op = jax.jit(functools.partial(moe_fp4, swiglu_limit=LIMIT, regime="decode", backend=backend), compiler_options=compiler_options())
+    op = jax.jit(
+        functools.partial(moe_fp4, swiglu_limit=LIMIT, regime="decode", backend=backend), compiler_options=compiler_options()
+    )
     program = op.lower(*arguments, experts).compile()
     times = best(lambda: jax.block_until_ready(program(*arguments, experts)), repeats)
     return times, program.memory_analysis().temp_size_in_bytes
@@ -95,7 +105,12 @@ def torch_experts(experts, rows, repeats):
     from types import SimpleNamespace
 
     config = SimpleNamespace(
-        num_local_experts=experts, hidden_size=WIDTH, intermediate_size=INNER, hidden_act="silu", swiglu_limit=LIMIT, _experts_implementation="eager"
+        num_local_experts=experts,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        hidden_act="silu",
+        swiglu_limit=LIMIT,
+        _experts_implementation="eager",
     )
     torch.manual_seed(0)
     layer = DeepseekV4Experts(config).to(torch.bfloat16)

@@ -4,6 +4,7 @@
 --tune        time the kernels of every candidate of CANDIDATES too
 --dry-run     interpret mode and small sizes, on any machine: does the script itself work
 """
+
 import argparse
 import functools
 import sys
@@ -32,12 +33,22 @@ BLOCKS = [
     gpu.Blocks(64, 128, 64, 8, 2),
 ]
 CANDIDATES = {
-    "decode": [gpu.Blocks(*b) for b in ((8, 64, 256, 4, 3), (8, 32, 256, 2, 3), (8, 64, 256, 4, 2), (8, 128, 256, 8, 2), (8, 64, 512, 4, 2))],
+    "decode": [
+        gpu.Blocks(*b)
+        for b in ((8, 64, 256, 4, 3), (8, 32, 256, 2, 3), (8, 64, 256, 4, 2), (8, 128, 256, 8, 2), (8, 64, 512, 4, 2))
+    ],
     "prefill": [
         gpu.Blocks(*b)
         for b in (
-            (64, 64, 128, 4, 3), (64, 64, 256, 4, 3), (64, 128, 128, 8, 3), (64, 128, 64, 4, 4), (32, 64, 256, 4, 3), (32, 64, 128, 4, 4),
-            (32, 128, 128, 8, 3), (16, 64, 256, 4, 3), (128, 128, 64, 8, 3),
+            (64, 64, 128, 4, 3),
+            (64, 64, 256, 4, 3),
+            (64, 128, 128, 8, 3),
+            (64, 128, 64, 4, 4),
+            (32, 64, 256, 4, 3),
+            (32, 64, 128, 4, 4),
+            (32, 128, 128, 8, 3),
+            (16, 64, 256, 4, 3),
+            (128, 128, 64, 8, 3),
         )
     ],
 }
@@ -50,8 +61,10 @@ def table(key, width, inner, experts, **_):
     packed = lambda k, *shape: jax.random.bits(k, shape, jnp.uint8)
     scales = lambda k, *shape: jax.random.randint(k, shape, 117, 123).astype(jnp.uint8)
     return Experts(
-        packed(keys[0], experts, 2 * inner, width // 2), scales(keys[1], experts, 2 * inner, width // 32),
-        packed(keys[2], experts, width, inner // 2), scales(keys[3], experts, width, inner // 32),
+        packed(keys[0], experts, 2 * inner, width // 2),
+        scales(keys[1], experts, 2 * inner, width // 32),
+        packed(keys[2], experts, width, inner // 2),
+        scales(keys[3], experts, width, inner // 32),
     )
 
 
@@ -66,9 +79,17 @@ def batch(rng, rows, width, experts, routes, crowded=False, **_):
 
 def check_blocks(blocks, seeds, interpret, activation_quant=False):
     """Worst errors of one choice of tile sizes, all assertions made on the way."""
-    run = jax.jit(functools.partial(
-        gpu.moe_fp4_gpu, swiglu_limit=LIMIT, here=Held(0, SMALL["experts"]), activation_quant=activation_quant, regime="decode", blocks=blocks,
-        interpret=interpret))
+    run = jax.jit(
+        functools.partial(
+            gpu.moe_fp4_gpu,
+            swiglu_limit=LIMIT,
+            here=Held(0, SMALL["experts"]),
+            activation_quant=activation_quant,
+            regime="decode",
+            blocks=blocks,
+            interpret=interpret,
+        )
+    )
     worst = {"rounded": 0.0, "float64": 0.0, "swapped": np.inf}
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
@@ -143,6 +164,7 @@ def repeated(call, loops):
 
     `zero` depends on the run before, so that neither the loop nor equal calls can be optimised away.
     """
+
     @jax.jit
     def run(items, experts):
         def sweep(_, zero):
@@ -198,11 +220,20 @@ def main():
     bandwidth = copy_bandwidth(1 if options.dry_run else 2048)
     speeds = []
     chosen = {"decode": gpu.DECODE, "prefill": gpu.PREFILL}
-    trials = [(regime, blocks, rows) for regime in list(CANDIDATES) * options.tune for blocks in CANDIDATES[regime] for rows in ROWS[regime]]
-    for number, (regime, blocks, rows) in enumerate(trials + [(regime, chosen[regime], rows) for regime in chosen for rows in ROWS[regime]]):
+    trials = [
+        (regime, blocks, rows)
+        for regime in list(CANDIDATES) * options.tune
+        for blocks in CANDIDATES[regime]
+        for rows in ROWS[regime]
+    ]
+    for number, (regime, blocks, rows) in enumerate(
+        trials + [(regime, chosen[regime], rows) for regime in chosen for rows in ROWS[regime]]
+    ):
         start = time.perf_counter()
         fitted = gpu.blocks_for(regime, experts, blocks)
-        times = speed(rows, experts, size, fitted, regime, options.dry_run, number >= len(trials), calls=4 if regime == "decode" else 1)
+        times = speed(
+            rows, experts, size, fitted, regime, options.dry_run, number >= len(trials), calls=4 if regime == "decode" else 1
+        )
         speeds.append(speed_line(fitted, rows, bandwidth, *times))
         print(speeds[-1], f" {time.perf_counter() - start:.1f} s")
 

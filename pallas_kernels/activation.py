@@ -35,7 +35,8 @@ def round_to_e4m3(x: jax.Array) -> jax.Array:
 
     Arithmetic instead of a conversion to float8 and back: XLA may drop such a pair as excess precision (seen on a GPU).
     """
-    exponent = jnp.maximum((jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF, 121) - 3  # below 2 ** -6 all steps are equal
+    biased = (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF
+    exponent = jnp.maximum(biased, 121) - 3  # below 2 ** -6 all steps are equal
     step = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
     inverse = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
     return jnp.round(x * inverse) * step

@@ -1,4 +1,5 @@
 """What lies between the two GEMMs of an expert (spec section 8), shared by every backend."""
+
 import jax
 import jax.numpy as jnp
 

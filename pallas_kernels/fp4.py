@@ -6,10 +6,11 @@
 
     W[i, j] = e2m1(code[i, j]) * 2 ** (scale[i, j // 32] - 127)
 
-Every product is exact in float32 and, because e2m1 needs two significant bits, in bfloat16. A product below 2 ** -126 is flushed to
-zero by the device functions, as the arithmetic that follows would flush it anyway. The `np_*` functions are the NumPy twins: they run
-on the host, keep subnormals and are what the tests compare with.
+Every product is exact in float32 and, because e2m1 needs two significant bits, in bfloat16. A product below 2 ** -126 is flushed
+to zero by the device functions, as the arithmetic that follows would flush it anyway. The `np_*` functions are the NumPy twins:
+they run on the host, keep subnormals and are what the tests compare with.
 """
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +43,7 @@ def decode_e2m1(codes: jax.Array) -> jax.Array:
 
 
 def decode_e8m0(scales: jax.Array) -> jax.Array:
-    """Scale bytes to float32 *twice* the scale: 2 ** (b - 126), so that byte 0 is a normal number; multiply by half the e2m1 value."""
+    """Scale bytes to float32 *twice* the scale, 2 ** (b - 126): byte 0 becomes a normal number. Multiply by half the value."""
     return jax.lax.bitcast_convert_type((scales.astype(jnp.int32) + 1) << 23, jnp.float32)
 
 
@@ -71,7 +72,9 @@ def quantise(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 def check_scales(scales: np.ndarray, name: str = "scale") -> None:
     """Refuse e8m0 NaN. scales: uint8 on the host."""
     if (bad := np.argwhere(np.asarray(scales) == 255)).size:
-        raise ValueError(f"{name}: e8m0 byte 255 (NaN) at {tuple(map(int, bad[0]))}; the file is damaged or its scales are not e8m0")
+        raise ValueError(
+            f"{name}: e8m0 byte 255 (NaN) at {tuple(map(int, bad[0]))}; the file is damaged or its scales are not e8m0"
+        )
 
 
 def np_unpack(packed: np.ndarray) -> np.ndarray:

@@ -1,15 +1,16 @@
 """The routed experts on a Hopper-class GPU: two Pallas kernels (gate + up, then down) lowered through Triton.
 
-Why Triton and not Mosaic GPU: the same kernel text runs in interpret mode on a CPU and lowers for CUDA on a CPU-only jaxlib, the tiles
-are small (few rows, memory-bound), and the unpacking needs plain integer arithmetic in registers. JAX 0.11 calls the Triton lowering
-deprecated; everything that depends on it is in this file.
+Why Triton and not Mosaic GPU: the same kernel text runs in interpret mode on a CPU and lowers for CUDA on a CPU-only jaxlib, the
+tiles are small (few rows, memory-bound), and the unpacking needs plain integer arithmetic in registers. JAX 0.11 calls the Triton
+lowering deprecated; everything that depends on it is in this file.
 
-A program computes `block_n` output columns of one tile of `tile` rows that share an expert. It reads that expert's packed rows once,
-`block_k` columns at a time, turns nibbles into bfloat16 in registers and multiplies on the tensor cores with float32
+A program computes `block_n` output columns of one tile of `tile` rows that share an expert. It reads that expert's packed rows
+once, `block_k` columns at a time, turns nibbles into bfloat16 in registers and multiplies on the tensor cores with float32
 accumulation. Even columns are the low nibbles and odd columns the high ones, so the activations come split by parity and
 nothing is interleaved. Rows of a tile are independent columns of the product, and one program owns each output: no atomics, no
 split over K, the same order of additions for every row.
 """
+
 import functools
 from typing import NamedTuple
 
@@ -45,17 +46,17 @@ def _unpack_plain(packed, scales):
 
 
 def _half_e2m1(code):
-    """int16 codes to half their value in bfloat16: from the second magnitude on, the code is the float's exponent and first mantissa bit."""
+    """int16 codes to half their value in bfloat16: from magnitude 2 on, a code is a float's exponent and first mantissa bit."""
     magnitude = code & 7
     bits = jnp.where(magnitude < 2, magnitude * 0x3E80, (magnitude << 6) + 0x3E80)
     return jax.lax.bitcast_convert_type((bits | ((code & 8) << 12)).astype(jnp.int16), jnp.bfloat16)
 
 
-# Four bytes to four weights. $0,$1: two bfloat16 each; $2: the bytes, $3,$4: their scales, two bfloat16 each (the four bytes may come from
-# different rows). The wanted nibble is the upper one of its byte (after the shift, for the even columns). A byte is moved to the top of a
-# half word; sign and magnitude then go to bfloat16's sign and to its lowest exponent and highest mantissa bits, which is the e2m1
-# value times 2^-126 (0.5 is a subnormal, which this instruction set keeps). Left to the compiler the same arithmetic takes
-# 30 instructions a weight; the kernel is bound by them, not by the memory.
+# Four bytes to four weights. $0,$1: two bfloat16 each; $2: the bytes, $3,$4: their scales, two bfloat16 each (the four bytes may
+# come from different rows). The wanted nibble is the upper one of its byte (after the shift, for the even columns). A byte is
+# moved to the top of a half word; sign and magnitude then go to bfloat16's sign and to its lowest exponent and highest mantissa
+# bits, which is the e2m1 value times 2^-126 (0.5 is a subnormal, which this instruction set keeps). Left to the compiler the same
+# arithmetic takes several times the instructions, and the kernel is bound by them before it is by the memory.
 _UNPACK_PTX = """{
 .reg .b32 w, t<2>, m<2>;
 shl.b32 w, $2, SHIFT;
@@ -99,7 +100,7 @@ def _tile_weights(w_ref, s_ref, expert, first, k, blocks, interpret):
 
 
 def _products(x_ref, rows, w_ref, s_ref, expert, firsts, blocks, interpret):
-    """w[expert, f : f + block_n] . x[rows]^T over all of K for every f in firsts: f32 [block_n, tile] each. x_ref: bfloat16 [2, T, K/2]."""
+    """w[expert, f : f + block_n] . x[rows]^T for every f in firsts: f32 [block_n, tile] each. x_ref: bfloat16 [2, T, K/2]."""
     half = blocks.block_k // 2
 
     def step(k, accumulators):
@@ -174,7 +175,9 @@ def _by_parity(x, interpret):
 
 def _fit(blocks: Blocks, width: int, inner: int) -> Blocks:
     """The largest power-of-two blocks up to `blocks` that divide an expert of small or odd size."""
-    largest = lambda wanted, *sizes: max(b for b in (16, 32, 64, 128, 256, 512, 1024) if b <= wanted and all(s % b == 0 for s in sizes))
+    largest = lambda wanted, *sizes: max(
+        b for b in (16, 32, 64, 128, 256, 512, 1024) if b <= wanted and all(s % b == 0 for s in sizes)
+    )
     return blocks._replace(block_n=largest(blocks.block_n, width, inner), block_k=largest(blocks.block_k, width, inner))
 
 
@@ -204,7 +207,13 @@ def run_tiles(work: Work, experts, *, swiglu_limit, activation_quant, blocks, in
     by_parity = jax.ShapeDtypeStruct((2, slots, inner // 2), jnp.bfloat16)
     whole = lambda columns: jax.ShapeDtypeStruct((slots, columns), jnp.float32)
     hidden = _call(
-        gate_up, blocks, inner, slots, whole(inner) if activation_quant else by_parity, (*work, experts.w13, experts.s13), interpret
+        gate_up,
+        blocks,
+        inner,
+        slots,
+        whole(inner) if activation_quant else by_parity,
+        (*work, experts.w13, experts.s13),
+        interpret,
     )
     if activation_quant:
         hidden = _by_parity(maybe_quantise(hidden, True), interpret)
@@ -219,11 +228,14 @@ def blocks_for(regime: str, experts, blocks: Blocks | None = None) -> Blocks:
 def moe_fp4_gpu(
     x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime, blocks: Blocks | None = None, interpret=False
 ):
-    """See `pallas_kernels.moe.moe_fp4`. Experts packed, D and F multiples of 32. Activations are rounded to bfloat16 before each product.
+    """See `pallas_kernels.moe.moe_fp4`. Experts packed, D and F multiples of 32. Activations are
+    rounded to bfloat16 before each product.
 
     blocks: overrides the regime's tile sizes, for tuning. interpret: run on any platform, for tests.
     """
     blocks = blocks_for(regime, experts, blocks)
     work, plan = prepare(x, ids, weights, mask, here, activation_quant, blocks, interpret)
-    out = run_tiles(work, experts, swiglu_limit=swiglu_limit, activation_quant=activation_quant, blocks=blocks, interpret=interpret)
+    out = run_tiles(
+        work, experts, swiglu_limit=swiglu_limit, activation_quant=activation_quant, blocks=blocks, interpret=interpret
+    )
     return routing.sum_routes(routing.from_tiles(out.reshape(-1, blocks.tile, out.shape[-1]), plan), ids.shape[0])

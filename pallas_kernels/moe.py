@@ -6,6 +6,7 @@
 Promised by every backend: within a regime a row has the same bits whatever the other rows are and however many there are; a row
 with mask False does no work and may hold NaN; experts that are not held here contribute exactly zero.
 """
+
 import functools
 from typing import NamedTuple
 
@@ -66,9 +67,10 @@ def moe_fp4(
 ) -> jax.Array:
     """Routed experts of T rows.
 
-    x: [T, D] in the compute dtype. ids: [T, A] int32, global expert ids. weights: [T, A] float32 route weights. mask: [T] bool, rows that count.
-    experts: those with global ids first_expert .. first_expert + held - 1, in rows offset .. offset + held - 1 of the tables; the tables may hold
-    more (the experts of every layer of a stack, say), which costs nothing. held: None for all of E.
+    x: [T, D] in the compute dtype. ids: [T, A] int32, global expert ids. weights: [T, A] float32 route
+    weights. mask: [T] bool, rows that count.
+    experts: those with global ids first_expert .. first_expert + held - 1, in rows offset .. offset + held - 1 of the
+    tables; these may hold more (the experts of every layer of a stack, say), which costs nothing. held: None for all of E.
     regime: "decode" (few rows; verification too) or "prefill".
     backend: a key of BACKENDS, None for the platform's own. Returns float32 [T, D]; rows that do not count are zero.
 
@@ -82,6 +84,13 @@ def moe_fp4(
     if name.startswith("pallas") and experts.s13 is None:
         raise ValueError(f"backend {name!r} takes packed FP4 experts; these are dequantised (use 'xla')")
     return BACKENDS[name](
-        x, ids, weights, mask, experts,
-        swiglu_limit=swiglu_limit, here=Held(first_expert, held or experts.w2.shape[0], offset), activation_quant=activation_quant, regime=regime,
+        x,
+        ids,
+        weights,
+        mask,
+        experts,
+        swiglu_limit=swiglu_limit,
+        here=Held(first_expert, held or experts.w2.shape[0], offset),
+        activation_quant=activation_quant,
+        regime=regime,
     )

@@ -1,9 +1,10 @@
 """The routed experts in NumPy float64: the line every backend is held against. Slow, independent of the backends' code.
 
-`line` can round to bfloat16 where the accelerator kernels do (their inputs and the hidden activations). A rounding is discontinuous: a
-value that lies within float32 noise of a rounding boundary may go either way. `line` therefore also returns, row by row, how far
-such undecided values could move the output; it is zero for most rows, and nothing else is tolerated.
+`line` can round to bfloat16 where the accelerator kernels do (their inputs and the hidden activations). A rounding is
+discontinuous: a value that lies within float32 noise of a rounding boundary may go either way. `line` therefore also returns, row
+by row, how far such undecided values could move the output; it is zero for most rows, and nothing else is tolerated.
 """
+
 from typing import NamedTuple
 
 import ml_dtypes
@@ -31,7 +32,9 @@ def quantise_e4m3(x: np.ndarray, block: int = 128) -> np.ndarray:
         part = x[..., start : start + block].astype(np.float64)
         amax = np.maximum(np.abs(part).max(axis=-1, keepdims=True), 1e-4)
         scale = 2.0 ** np.ceil(np.log2(amax / 448.0))
-        out[..., start : start + block] = np.clip(part / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+        out[..., start : start + block] = (
+            np.clip(part / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+        )
     return out
 
 
@@ -61,7 +64,10 @@ def line(x, ids, weights, mask, experts, *, swiglu_limit, first_expert=0, activa
             if not 0 <= expert < w2.shape[0]:
                 continue
             if expert not in cache:
-                cache[expert] = (fp4.np_dequantise(w13[expert], s13[expert], np.float64), fp4.np_dequantise(w2[expert], s2[expert], np.float64))
+                cache[expert] = (
+                    fp4.np_dequantise(w13[expert], s13[expert], np.float64),
+                    fp4.np_dequantise(w2[expert], s2[expert], np.float64),
+                )
             first, second = cache[expert]
             hidden, noise = _hidden(first, inputs, weight, swiglu_limit)
             out[t] += second @ quantise(hidden)

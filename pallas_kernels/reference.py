@@ -1,7 +1,9 @@
-"""The routed experts written as the mathematics reads: dequantise the experts of every pair and einsum. Slow and large; for comparison.
+"""The routed experts written as the mathematics reads: dequantise the experts of every pair and einsum.
 
+Slow and large; for comparison.
 Runs in the dtype of `x` if that is float64 (with jax_enable_x64), else in float32.
 """
+
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +26,8 @@ def moe_fp4_reference(x, ids, weights, mask, experts, *, swiglu_limit, here, act
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x = maybe_quantise(jnp.where(mask[:, None], x, 0).astype(dtype), activation_quant)
     dot = lambda spec, a, b: jnp.einsum(spec, a, b.astype(dtype), precision=jax.lax.Precision.HIGHEST)
-    hidden = gated(*jnp.split(dot("td,tafd->taf", x, w13), 2, axis=-1), jnp.where(held, weights, 0)[..., None].astype(dtype), swiglu_limit)
+    hidden = gated(
+        *jnp.split(dot("td,tafd->taf", x, w13), 2, axis=-1), jnp.where(held, weights, 0)[..., None].astype(dtype), swiglu_limit
+    )
     out = dot("taf,tadf->tad", maybe_quantise(hidden, activation_quant), w2)
     return sum_routes(jnp.where(held[..., None], out, 0).reshape(-1, out.shape[-1]), x.shape[0]).astype(jnp.float32)

@@ -1,13 +1,14 @@
 """From routed (row, expert) pairs to tiles of rows that share one expert, and back.
 
 Every backend but the reference runs the same schedule: the pairs of rows that count (mask) and of experts held here are sorted by
-expert, each expert's pairs are cut into tiles of `tile` rows, and tile i is one GEMM against expert `tile_expert[i]`. The number of
-tiles is bounded statically (`max_tiles`) and counted dynamically (`n_tiles`), so an idle expert, a padded row or a foreign expert costs
-nothing. Moving rows into tiles and back are gathers in both directions, also in the gradients: nothing is ever added in an
-order that depends on the data.
+expert, each expert's pairs are cut into tiles of `tile` rows, and tile i is one GEMM against expert `tile_expert[i]`. The number
+of tiles is bounded statically (`max_tiles`) and counted dynamically (`n_tiles`), so an idle expert, a padded row or a foreign
+expert costs nothing. Moving rows into tiles and back are gathers in both directions, also in the gradients: nothing is ever added
+in an order that depends on the data.
 
 Symbols: T rows, A routes of a row, P = T * A pairs (pair = row * A + route), E experts held here.
 """
+
 from typing import NamedTuple
 
 import jax

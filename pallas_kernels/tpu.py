@@ -1,14 +1,19 @@
 """The routed experts on a TPU: two Pallas kernels (gate + up, then down) for Mosaic.
 
-The grid walks blocks of output columns, and for each of them the tiles of rows (`routing`). The tiles' experts are known to the pipeline
-before the kernel starts (scalar prefetch), so exactly the routed experts are copied from HBM, double-buffered, each block once even
-when several tiles share it; beyond the last active tile the block indices stand still, and nothing is copied or computed.
+The grid walks blocks of output columns, and for each of them the tiles of rows (`routing`). The tiles' experts are known to the
+pipeline before the kernel starts (scalar prefetch), so exactly the routed experts are copied from HBM, double-buffered, each
+block once even when several tiles share it; beyond the last active tile the block indices stand still, and nothing is copied or
+computed.
 
-Mosaic has no four-bit floats on v5e, v5p and v6e. Packed bytes are widened in VMEM and turned into float32 bit patterns by integer
-arithmetic; the scale of 32 columns reaches its lanes through a product with a constant 0/1 matrix, which is exact and uses
-the otherwise idle matrix unit. The products are bfloat16 with float32 accumulation, even columns (low nibbles) and odd columns apart,
-so nothing is interleaved. A row's columns are summed in one fixed order whatever its tile holds.
+Mosaic has no four-bit floats on v5e, v5p and v6e. Packed bytes are widened in VMEM and turned into float32 bit patterns by
+integer arithmetic; the scale of 32 columns reaches its lanes through a product with a constant 0/1 matrix, which is exact and
+uses the otherwise idle matrix unit. The products are bfloat16 with float32 accumulation, even columns (low nibbles) and odd
+columns apart, so nothing is interleaved. A row's columns are summed in one fixed order whatever its tile holds.
+
+On v5p, XLA lays a uint8 argument whose last dimension is below 128 out transposed by default; at the real size that is s2
+(F / 32 = 64), and each call then copies it (17 MB). Hold it in row-major layout there.
 """
+
 import functools
 
 import jax
@@ -33,7 +38,7 @@ def _half_e2m1(code):
 
 
 def _products(x, packed, scales, spread):
-    """x bfloat16 [2, R, K/2] by parity, packed uint8 [N, K/2], scales uint8 [N, K/32], spread bfloat16 [K/32, K/2] to f32 [R, N]."""
+    """x bfloat16 [2, R, K/2] by parity, packed uint8 [N, K/2], scales uint8 [N, K/32], spread [K/32, K/2] to f32 [R, N]."""
     doubled = fp4.decode_e8m0(scales).astype(jnp.bfloat16)
     doubled = jax.lax.dot_general(doubled, spread, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     byte = packed.astype(jnp.int32)
@@ -71,7 +76,9 @@ def _spread(columns):
 
 def _tile_block(*shape):
     """The block of one tile of rows. Beyond the last active tile it stays where it is."""
-    return pl.BlockSpec((1, *shape), lambda n, i, experts, count: (jnp.minimum(i, jnp.maximum(count[0] - 1, 0)), *(0 for _ in shape)))
+    return pl.BlockSpec(
+        (1, *shape), lambda n, i, experts, count: (jnp.minimum(i, jnp.maximum(count[0] - 1, 0)), *(0 for _ in shape))
+    )
 
 
 def _expert_block(rows, columns, offset=0):
@@ -121,19 +128,32 @@ def moe_fp4_tpu(x, ids, weights, mask, experts, *, swiglu_limit, here, activatio
     weight = routing.to_tiles(weights.reshape(-1, 1).astype(jnp.float32), plan)
     call = functools.partial(_call, block_n=block_n, interpret=interpret)
 
-    packed, scales = functools.partial(_expert_block, block_n, width // 2), functools.partial(_expert_block, block_n, width // fp4.BLOCK)
+    packed, scales = (
+        functools.partial(_expert_block, block_n, width // 2),
+        functools.partial(_expert_block, block_n, width // fp4.BLOCK),
+    )
     whole = lambda k: pl.BlockSpec((k // fp4.BLOCK, k // 2), lambda n, i, experts, count: (0, 0))
     up = inner // block_n
     hidden = call(
-        functools.partial(_gate_up_kernel, swiglu_limit=swiglu_limit), plan,
+        functools.partial(_gate_up_kernel, swiglu_limit=swiglu_limit),
+        plan,
         (_by_parity(tiles), weight, experts.w13, experts.s13, experts.w13, experts.s13, _spread(width)),
         [_tile_block(2, tile, width // 2), _tile_block(tile, 1), packed(0), scales(0), packed(up), scales(up), whole(width)],
-        columns=inner, dtype=jnp.float32,
+        columns=inner,
+        dtype=jnp.float32,
     )
     hidden = _by_parity(maybe_quantise(hidden, activation_quant))
     out = call(
-        _down_kernel, plan, (hidden, experts.w2, experts.s2, _spread(inner)),
-        [_tile_block(2, tile, inner // 2), _expert_block(block_n, inner // 2), _expert_block(block_n, inner // fp4.BLOCK), whole(inner)],
-        columns=width, dtype=jnp.float32,
+        _down_kernel,
+        plan,
+        (hidden, experts.w2, experts.s2, _spread(inner)),
+        [
+            _tile_block(2, tile, inner // 2),
+            _expert_block(block_n, inner // 2),
+            _expert_block(block_n, inner // fp4.BLOCK),
+            whole(inner),
+        ],
+        columns=width,
+        dtype=jnp.float32,
     )
     return routing.sum_routes(routing.from_tiles(out, plan), x.shape[0])

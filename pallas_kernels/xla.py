@@ -1,14 +1,15 @@
 """The routed experts in plain XLA: what runs on CPU, and what training differentiates.
 
-Tiles of rows that share an expert (`routing`) are computed one after the other under a dynamic trip count, so that time goes with the
-active experts. How a tile is multiplied depends on the expert's width alone, never on the number of rows:
+Tiles of rows that share an expert (`routing`) are computed one after the other under a dynamic trip count, so that time goes with
+the active experts. How a tile is multiplied depends on the expert's width alone, never on the number of rows:
 
 * narrow experts (up to 512 columns): a GEMM of the tile against the expert. In the prefill regime all tiles go in one batched
   matmul, which has a gradient and is fast for thousands of rows; experts must then be dequantised;
-* wide experts: one row a tile, as a multiplication and a reduction that XLA fuses with the slice that picks the expert (and with the
-  FP4 arithmetic if the expert is packed), so that the expert is read once, in place. A GEMM would first copy the slice
-  (67 MB for one real expert) and then repack it: measured, that takes longer than 20 fused rows.
+* wide experts: one row a tile, as a multiplication and a reduction that XLA fuses with the slice that picks the expert (and with
+  the FP4 arithmetic if the expert is packed), so that the expert is read in place. A GEMM would first copy the slice (67 MB for
+  one real w13) and then repack it: measured, that takes as long as 20 fused rows.
 """
+
 import jax
 import jax.numpy as jnp
 
@@ -18,7 +19,7 @@ from pallas_kernels.expert import gated, maybe_quantise
 DECODE_TILE = 8
 PREFILL_TILE = 64
 WIDEST_GEMM = 512
-# The fused reduction's inner shape: 8 terms are added per lane, 16 lanes are one AVX-512 register. Other shapes were 3-5 times slower.
+# The fused reduction's inner shape: 8 terms are added per lane, 16 lanes fill an AVX-512 register. Others took 3-5 times as long.
 TERMS, LANES = 8, 16
 
 
@@ -32,7 +33,9 @@ def _gemm(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [..., R, K], w [..., N, K] to f32 [..., R, N]."""
     batch = tuple(range(x.ndim - 2))
     dims = (((x.ndim - 1,), (w.ndim - 1,)), (batch, batch))
-    return jax.lax.dot_general(x, w.astype(x.dtype), dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        x, w.astype(x.dtype), dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
 
 
 def _tile(x, weight, w13, w2, swiglu_limit, activation_quant):

@@ -33,7 +33,9 @@ class Call(NamedTuple):
 @functools.cache
 def program(name: str, regime: str, activation_quant: bool, first_expert: int):
     backend, _, _ = BACKENDS[name]
-    options = dict(swiglu_limit=LIMIT, first_expert=first_expert, activation_quant=activation_quant, regime=regime, backend=backend)
+    options = dict(
+        swiglu_limit=LIMIT, first_expert=first_expert, activation_quant=activation_quant, regime=regime, backend=backend
+    )
     return jax.jit(functools.partial(moe_fp4, **options), compiler_options=compiler_options())
 
 
@@ -53,7 +55,9 @@ def random_experts(rng, experts: int, width: int, inner: int) -> Experts:
     scales = lambda *shape: rng.integers(118, 125, shape).astype(np.uint8)
     s13 = scales(experts, 2 * inner, width // 32)
     s13[:, ::5, 0] = 0
-    return Experts(packed(experts, 2 * inner, width // 2), s13, packed(experts, width, inner // 2), scales(experts, width, inner // 32))
+    return Experts(
+        packed(experts, 2 * inner, width // 2), s13, packed(experts, width, inner // 2), scales(experts, width, inner // 32)
+    )
 
 
 def make_call(seed: int, ids: np.ndarray, *, held: int, width: int, inner: int, first_expert: int = 0, padded=()) -> Call:

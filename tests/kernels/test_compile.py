@@ -1,4 +1,4 @@
-"""The kernels built for hardware that is not here: lowered for CUDA, and compiled by Mosaic for three TPU generations, at real sizes."""
+"""The kernels at real sizes for hardware that is not here: lowered for CUDA, compiled by Mosaic for three TPU generations."""
 
 import functools
 import importlib.util
@@ -21,10 +21,17 @@ def real_call(rows, sharding=None):
     """Shapes of one device's share of a real layer: 64 experts of 256."""
     shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
     experts = Experts(
-        shape(jnp.uint8, HELD, 2 * INNER, WIDTH // 2), shape(jnp.uint8, HELD, 2 * INNER, WIDTH // 32),
-        shape(jnp.uint8, HELD, WIDTH, INNER // 2), shape(jnp.uint8, HELD, WIDTH, INNER // 32),
+        shape(jnp.uint8, HELD, 2 * INNER, WIDTH // 2),
+        shape(jnp.uint8, HELD, 2 * INNER, WIDTH // 32),
+        shape(jnp.uint8, HELD, WIDTH, INNER // 2),
+        shape(jnp.uint8, HELD, WIDTH, INNER // 32),
     )
-    return (shape(jnp.bfloat16, rows, WIDTH), shape(jnp.int32, rows, ROUTES), shape(jnp.float32, rows, ROUTES), shape(jnp.bool_, rows)), experts
+    return (
+        shape(jnp.bfloat16, rows, WIDTH),
+        shape(jnp.int32, rows, ROUTES),
+        shape(jnp.float32, rows, ROUTES),
+        shape(jnp.bool_, rows),
+    ), experts
 
 
 def op(backend, rows):
@@ -46,7 +53,12 @@ def topology(name):
     from jax.experimental import topologies
 
     # Without these libtpu looks for a TPU machine's metadata server, or refuses a second process.
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5p-8",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name])
 
 

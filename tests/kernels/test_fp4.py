@@ -1,4 +1,4 @@
-"""The FP4 format: nibble order, values, scales, rounding; device functions against their NumPy twins, which are checked by hand."""
+"""The FP4 format: nibble order, values, scales, rounding; device functions against their NumPy twins, those by hand."""
 
 import jax
 import jax.numpy as jnp

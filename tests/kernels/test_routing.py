@@ -12,7 +12,9 @@ from pallas_kernels import Experts, moe_fp4, routing
 
 def plain_schedule(ids, mask, first_expert, experts, tile):
     """(expert, pairs) of every tile, by a loop over experts and pairs in order."""
-    pairs = [(e, p) for e in range(experts) for p in range(ids.size) if mask[p // ids.shape[1]] and ids.flat[p] - first_expert == e]
+    pairs = [
+        (e, p) for e in range(experts) for p in range(ids.size) if mask[p // ids.shape[1]] and ids.flat[p] - first_expert == e
+    ]
     tiles = []
     for expert in range(experts):
         mine = [p for e, p in pairs if e == expert]
@@ -21,7 +23,9 @@ def plain_schedule(ids, mask, first_expert, experts, tile):
 
 
 @pytest.mark.parametrize("largest_comparison", [0, 10**6])
-@pytest.mark.parametrize("rows, active, experts, held, first", [(1, 1, 4, 4, 0), (6, 2, 8, 8, 0), (40, 3, 16, 4, 6), (30, 1, 1, 1, 0)])
+@pytest.mark.parametrize(
+    "rows, active, experts, held, first", [(1, 1, 4, 4, 0), (6, 2, 8, 8, 0), (40, 3, 16, 4, 6), (30, 1, 1, 1, 0)]
+)
 @pytest.mark.parametrize("tile", [1, 8])
 def test_schedule(monkeypatch, largest_comparison, rows, active, experts, held, first, tile):
     monkeypatch.setattr(routing, "LARGEST_COMPARISON", largest_comparison)
@@ -50,8 +54,18 @@ def test_gradients_equal_those_of_the_reference():
 
     def loss(backend, regime):
         def value(x, weights, w13, w2):
-            y = moe_fp4(x, call.ids, weights, call.mask, experts._replace(w13=w13, w2=w2), swiglu_limit=LIMIT, first_expert=1, backend=backend,
-                        regime=regime, activation_quant=True)
+            y = moe_fp4(
+                x,
+                call.ids,
+                weights,
+                call.mask,
+                experts._replace(w13=w13, w2=w2),
+                swiglu_limit=LIMIT,
+                first_expert=1,
+                backend=backend,
+                regime=regime,
+                activation_quant=True,
+            )
             return jnp.sum(jnp.sin(y))
 
         return jax.jit(jax.grad(value, argnums=(0, 1, 2, 3)))
@@ -75,7 +89,9 @@ def test_a_table_may_hold_more(name):
     if BACKENDS[name][1]:
         experts = dequantised(experts)
     function = jax.jit(
-        lambda offset, *call, experts: moe_fp4(*call, experts, swiglu_limit=LIMIT, first_expert=1, held=4, offset=offset, backend=BACKENDS[name][0]),
+        lambda offset, *call, experts: moe_fp4(
+            *call, experts, swiglu_limit=LIMIT, first_expert=1, held=4, offset=offset, backend=BACKENDS[name][0]
+        ),
         compiler_options=compiler_options(),
     )
     assert np.array_equal(np.asarray(function(4, *call[:4], experts=experts)), alone)
