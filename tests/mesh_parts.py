@@ -22,7 +22,8 @@ def main(devices: int, what: str, *arguments: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     jax.config.update("jax_num_cpu_devices", devices)
-    {"streams": streams, "generates": generates, "refuses": refuses, "quantises": quantises, "process": process}[what](*arguments)
+    {"streams": streams, "generates": generates, "embedded": embedded, "refuses": refuses, "quantises": quantises,
+     "process": process}[what](*arguments)
 
 
 def compile_quickly() -> None:
@@ -252,6 +253,18 @@ def generates(sizes: str) -> None:
     out = dspark.generate(model, expected["p1.ids"].tolist(), max_new_tokens=len(emitted), mode="block", stop_token_ids=[])
     assert out.tokens[0] == emitted and len(calls) > 1
     assert [r.accepted for r in out.rounds[0]] == expected["spec1.accepted"].tolist()[:len(out.rounds[0])]
+
+
+def embedded(sizes: str) -> None:
+    """The embedded checkpoint says the same on a mesh as on one device, in the same rounds."""
+    import dspark_jax as dspark
+    compile_quickly()
+    meshes = None, dspark.make_mesh(*map(int, sizes.split("x")))
+    models = [dspark.load(mesh=mesh, max_seq_len=128) for mesh in meshes]
+    alone, together = (dspark.generate(model, "def add(a, b):", max_new_tokens=24) for model in models)
+    assert together.tokens == alone.tokens and together.texts == alone.texts
+    rounds = [[(r.verified, r.accepted, r.skipped) for r in out.rounds[0]] for out in (alone, together)]
+    assert rounds[0] == rounds[1] and sum(accepted for _, accepted, _ in rounds[0]) > 0
 
 
 def refuses() -> None:

@@ -19,6 +19,11 @@ CHECKS = {
 }
 
 
+@pytest.mark.slow
+def test_embedded_checkpoint_on_four_devices():
+    finish(start(4, "embedded", "1x4"))
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_four_devices(check):
     finish(start(4, *CHECKS[check]))
