@@ -247,6 +247,15 @@ def test_inverse_frequencies(primitives, name, config, compressed):
     assert np.max(np.abs(inverse_frequencies(config, not compressed) / expected - 1)) > 0.1
 
 
+def test_yarn_ramp_beyond_the_last_frequency():
+    """The ramp ends where the formula says, up to index r - 1 = 63, though there are 32 frequencies: here it goes from 30 to 40."""
+    config = v4_flash_0731()
+    config = dataclasses.replace(config, rope_scaling=dataclasses.replace(config.rope_scaling, original_max_position_embeddings=2**24))
+    plain = 160000.0 ** (-np.arange(32) / 32)
+    share = np.where(np.arange(32) == 31, 0.1, 0.0)
+    assert np.allclose(inverse_frequencies(config, True), plain * (1 - share) + plain / 16 * share, rtol=1e-12)
+
+
 @pytest.mark.parametrize("name, compressed", [("plain_theta1e4", False), ("yarn_configA", True)])
 def test_rope(primitives, name, compressed):
     turn = tuple(part[:, None] for part in rotation(CONFIG, compressed, jnp.asarray(primitives["rope.pos"])))
