@@ -175,8 +175,13 @@ def check_collectives(model, texts: dict[str, str], data: int, shards: int) -> N
     for name, wanted in (("extend", extend), ("draft", draft)):
         found, groups = collectives(texts[name])
         assert found == (+wanted if shards > 1 else Counter()), (name, found)
-        rows = [[d for d in range(r * shards, (r + 1) * shards)] for r in range(data)]
-        assert groups <= {str(rows).replace(" ", "").replace("[", "{").replace("]", "}"), f"[{data},{shards}]<=[{data * shards}]"}
+        assert groups <= rows_of_the_mesh(data, shards), (name, groups)
+
+
+def rows_of_the_mesh(data: int, shards: int) -> set[str]:
+    """The device groups of collectives over the model axis, in the spellings that releases of XLA have for them."""
+    rows = ",".join("{" + ",".join(str(row * shards + i) for i in range(shards)) + "}" for row in range(data))
+    return {"{" + rows + "}", f"[{data},{shards}]<=[{data * shards}]", f"mesh['data'={data},'model'={shards}] {{'model'}}"}
 
 
 def plans(config):
@@ -186,7 +191,7 @@ def plans(config):
 
 KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
 COLLECTIVE = re.compile(rf"= (\S+|\(.*?\)) ({KINDS})(?:-start)?"
-                        r"\(.*?(?:replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[\d+\])|$)", re.MULTILINE)
+                        r"\(.*?(?:replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[\d+\]|mesh\[.*?\] \{.*?\})|$)", re.MULTILINE)
 
 
 def collectives(text: str) -> tuple[Counter, set[str]]:

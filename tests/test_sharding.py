@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 import dspark_jax as dspark
 from dspark_jax import sharding
 from dspark_jax.parameters import Declaration
-from mesh_parts import collectives, finish, start
+from mesh_parts import collectives, finish, rows_of_the_mesh, start
 
 CHECKS = {
     "1x4, float": ("streams", "float", "1x4"),
@@ -62,11 +62,13 @@ def test_collectives_are_found_in_compiled_text():
       %c = bf16[8,2]{1,0} all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}
       %d = f32[3]{0} collective-permute(%v), source_target_pairs={{0,1}}
       %e = f32[3]{0} add(%d, %d)
+      %f = f32[5]{0} all-reduce(%x), channel_id=1, replica_groups=mesh['data'=2,'model'=2] {'model'}, to_apply=%sum
     """
     found, groups = collectives(text)
     assert found == {("all-reduce", "[4,6]"): 1, ("all-reduce", "[2]"): 1, ("all-reduce", "[]"): 1, ("all-gather", "[8,2]"): 1,
-                     ("collective-permute", "[3]"): 1}
-    assert groups == {"{{0,1},{2,3}}", "[2,2]<=[4]", "{{0,1,2,3}}", ""}
+                     ("collective-permute", "[3]"): 1, ("all-reduce", "[5]"): 1}
+    assert groups == {"{{0,1},{2,3}}", "[2,2]<=[4]", "{{0,1,2,3}}", "", "mesh['data'=2,'model'=2] {'model'}"}
+    assert rows_of_the_mesh(2, 2) == groups - {"{{0,1,2,3}}", ""}
 
 
 def test_layers_outside_a_mesh_see_whole_arrays():
