@@ -68,7 +68,7 @@ def _one_of(block, index: int):
 
 
 def with_values(module, changes: dict):
-    """A copy of the module in which some parameters are changed; changes: path such as "attn.sink" -> function of the old value."""
+    """A copy of the module with some parameters changed; changes: path such as "attn.sink" -> function of the old value."""
     graphdef, state = nnx.split(module)
     flat = dict(nnx.to_flat_state(state))
     for path, change in changes.items():
@@ -92,7 +92,7 @@ def rotary_rows(config, _, position, valid) -> Rows:
 
 
 def attention(config, block, x, rows: Rows, fill=0.0):
-    """Attention sub-layer of a whole prompt: x [1, ROWS, D] (after attn_norm) -> output, cache, indexer. fill: what the cache holds."""
+    """Attention of a whole prompt: x [1, ROWS, D] (after attn_norm) -> output, cache, indexer. fill: what the cache holds."""
     cache = new_layer_cache(config, block.kind, 1, 1, MAX_SEQ_LEN, ROWS, jnp.float32)
     cache = jax.tree.map(lambda a: jnp.full_like(a, fill), cache)
     y, cache = attend_cached(block, config, x, rows, cache, 0)
@@ -168,7 +168,7 @@ def draft_parts(config, module, rings, position, token):
 
 @dataclasses.dataclass
 class Played:
-    """One prompt: prefill, then the golden tokens one after another. NumPy, no batch axis; `caches` by number of tokens decoded."""
+    """One prompt: prefill, then the golden tokens. NumPy, no batch axis; `caches` by number of tokens decoded."""
 
     prefill_logits: np.ndarray
     prefill_hidden: np.ndarray
@@ -211,8 +211,8 @@ def speculate(model, prompt_ids, rounds: int):
         best = np.asarray(logits[0].argmax(-1))
         accepted = int(np.argmin(np.append(best[:-1] == proposed, False)))
         verified = np.where(np.arange(VERIFY) <= accepted, best, -1)
-        log.append(dict(pos=int(cache.position[0]), committed=committed, draft_ids=proposed, verify_ids=verified, accepted=accepted,
-                        confidence=np.asarray(draft.confidence[0])))
+        log.append(dict(pos=int(cache.position[0]), committed=committed, draft_ids=proposed, verify_ids=verified,
+                        accepted=accepted, confidence=np.asarray(draft.confidence[0])))
         cache, committed = dspark.commit(cache, [accepted + 1]), int(best[accepted])
     arrays = {name: np.array([entry[name] for entry in log]) for name in log[0]}
     arrays["emitted"] = np.concatenate([[e["committed"], *e["draft_ids"][:e["accepted"]]] for e in log])
@@ -220,12 +220,13 @@ def speculate(model, prompt_ids, rounds: int):
 
 
 def draft_case(expected, case: int):
-    """Golden draft case: (position of the anchor [1], anchor token [1], hidden [16, N*D] and positions [16] of the seed's window)."""
+    """Golden draft case: position [1] and token [1] of the anchor, hidden [16, N*D] and positions [16] of the seed's window."""
     start, token = int(expected[f"d{case}.start"][0]), expected[f"d{case}.committed"]
-    hidden = np.concatenate([expected[f"p{case}.prefill_hidden"], expected.get(f"p{case}.decode_hidden", np.zeros((0, 384), np.float32))])
+    known = [expected[f"p{case}.{part}_hidden"] for part in ("prefill", "decode") if f"p{case}.{part}_hidden" in expected]
     positions = np.arange(16) + max(start - 15, 0)
-    hidden = np.concatenate([hidden, np.zeros((16, hidden.shape[1]), np.float32)])[positions]
-    return types.SimpleNamespace(position=np.array([start + 1], np.int32), token=token, hidden=hidden, positions=positions, start=start)
+    hidden = np.concatenate([*known, np.zeros((16, known[0].shape[1]), np.float32)])[positions]
+    position = np.array([start + 1], np.int32)
+    return types.SimpleNamespace(position=position, token=token, hidden=hidden, positions=positions, start=start)
 
 
 def rings_of(keys, case):

@@ -10,7 +10,8 @@ from checkpoints.safetensors_file import SafetensorsFile
 
 GOLDENS = Path(__file__).parent / "goldens"
 MAX_SEQ_LEN = 128
-DTYPES = {"F32": np.float32, "I32": np.int32, "I8": np.uint8, "U8": np.uint8, "F8_E8M0": np.uint8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+DTYPES = {"F32": np.float32, "I32": np.int32, "I8": np.uint8, "U8": np.uint8, "F8_E8M0": np.uint8,
+          "F8_E4M3": ml_dtypes.float8_e4m3fn}
 
 
 def golden_arrays(name: str) -> dict[str, np.ndarray]:

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import dspark_jax as dspark
-from golden_parts import (VERIFY, draft_case, draft_parts, embed, feed, layer_block, main_head, pad_rows, rings_of, run, speculate,
-                          stage_keys, whole_layer)
+from golden_parts import (VERIFY, draft_case, draft_parts, embed, feed, layer_block, main_head, pad_rows, rings_of, run,
+                          speculate, stage_keys, whole_layer)
 from support import max_error, same_sets
 
 LOGITS = 1e-4  # absolute, of values with rms 4
 VALUES = 2e-5  # absolute, of values with rms 1
 PROMPTS, LAYERS, TAPS, WIDTH = (0, 1, 2), range(7), (4, 5, 6), 128
+KEPT = ("out", "attn_in", "attn_out", "moe_in", "moe_out", "chosen", "weights")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def unroll(model, ids):
         out = run(whole_layer, config, layer_block(model, layer), streams, pad_rows(ids), np.array([count], np.int32))
         streams = out["out"]
         index = out.pop("index")
-        outs.append({name: out[name][0, :count] for name in ("out", "attn_in", "attn_out", "moe_in", "moe_out", "chosen", "weights")})
+        outs.append({name: out[name][0, :count] for name in KEPT})
         if index is not None:
             outs[-1]["scores"], outs[-1]["picks"] = index[0][0, :count], np.where(index[2], index[1], -1)[0, :count]
     return [*outs, run(main_head, config, model.module.main, streams)[0, :count]]
@@ -138,9 +139,10 @@ def test_hidden_capture(unrolled, played_float, expected_float, i):
 def test_hidden_capture_notices_mistakes(unrolled, expected_float, i):
     layers, hidden = unrolled[1], tap(expected_float["p1.prefill_hidden"], i)
     out = layers[TAPS[i]]["out"]
-    wrong = {"the layer's input": layers[TAPS[i] - 1]["out"].mean(axis=1), "the next position": np.roll(out.mean(axis=1), -1, axis=0),
+    mean = out.mean(axis=1)
+    wrong = {"the layer's input": layers[TAPS[i] - 1]["out"].mean(axis=1), "the next position": np.roll(mean, -1, axis=0),
              "sum of streams": out.sum(axis=1), "first stream": out[:, 0], "half of the streams": out[:, :2].mean(axis=1),
-             "after a norm": out.mean(axis=1) / np.sqrt(np.mean(out.mean(axis=1) ** 2, axis=-1, keepdims=True))}
+             "after a norm": mean / np.sqrt(np.mean(mean ** 2, axis=-1, keepdims=True))}
     for name, values in wrong.items():
         assert max_error(values, hidden) > 1000 * VALUES, name
 
@@ -183,7 +185,7 @@ def test_draft_part_by_part(golden_float, expected_float, case):
 
 
 def test_stage_rings(golden_float, played_float, expected_float):
-    """Primed by the main model for every committed position: in the cache after prefill and 9 steps, and from the hidden alone."""
+    """Primed by the main model for every committed position: in the cache after prefill and 9 steps; from the hidden alone."""
     inputs = draft_case(expected_float, 1)
     _, keys = run(stage_keys, golden_float.config, golden_float.module.drafter, inputs.hidden[None], inputs.positions[None])
     stages = np.asarray(played_float[1].caches[9].stages)

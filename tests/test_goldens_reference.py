@@ -1,8 +1,8 @@
 """The golden model with activation quantisation, which is discontinuous: one rounding flip changes an element by 6 to 12 %.
 
-Tight: each part is fed the golden input of just that part. Nearly all elements then agree to float32 rounding, and a few flips stay
-below a deviation of 0.8 % (rms / rms), which every single mistake exceeds (goldens/README.md has the table). Loose: end to end all ids
-agree, and the deviations stay within three times what other float32 evaluations showed (envelope_reference.json).
+Tight: each part is fed the golden input of just that part. Nearly all elements then agree to float32 rounding, and a few flips
+stay below a deviation of 0.8 % (rms / rms), which every single mistake exceeds (goldens/README.md has the table). Loose: end to
+end all ids agree, and the deviations stay within three times what other float32 evaluations showed (envelope_reference.json).
 """
 
 import json
@@ -15,8 +15,8 @@ import pallas_kernels
 from dspark_jax.layers import indexer, numerics
 from dspark_jax.layers.attention import Attention
 from dspark_jax.layers.indexer import Indexer, hadamard
-from golden_parts import (attention, draft_case, draft_parts, embed, layer_block, main_head, moe, pad_rows, rings_of, rotary_rows, run,
-                          run_changed, speculate, stage_keys, whole_layer)
+from golden_parts import (attention, draft_case, draft_parts, embed, layer_block, main_head, moe, pad_rows, rings_of, rotary_rows,
+                          run, run_changed, speculate, stage_keys, whole_layer)
 from pallas_kernels import xla
 from pallas_kernels.activation import act_quant
 from support import GOLDENS, rms, rms_error, same_sets
@@ -242,7 +242,7 @@ def test_speculative_log(golden_reference, expected_reference, prompt):
 
 
 def test_the_loose_bounds_notice_gross_mistakes(expected_reference):
-    """They cannot tell the modes apart (that is what the tight checks are for), but they notice a shifted row or a missing Markov term."""
+    """They cannot tell the modes apart (the tight checks do), but they notice a shifted row or a missing Markov term."""
     name = "p1.decode_logits"
     with pytest.raises(AssertionError, match=name):
         assert_within_envelope(np.roll(expected_reference[name], 1, axis=0), expected_reference, name)

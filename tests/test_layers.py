@@ -1,4 +1,4 @@
-"""Attention, MoE and head of one layer against golden inputs and outputs (float mode), with planted mistakes, and what a layer promises."""
+"""Attention, experts and head on golden inputs (float mode), with planted mistakes, and what a layer promises."""
 
 import dataclasses
 
@@ -92,7 +92,7 @@ def test_attention_notices(golden_float, expected_float, monkeypatch, layer, mis
 
 @pytest.mark.parametrize("layer", [2, 3])
 def test_what_is_masked_contributes_exactly_zero(golden_float, expected_float, layer):
-    """Slots that hold no token yet, entries that do not exist yet, picks beyond what exists: the same bits whatever lies there."""
+    """Slots that hold no token, entries that do not exist yet, picks beyond what exists: the same bits whatever lies there."""
     clean = attend(golden_float, expected_float, layer)
     for fill in (1e3, -7.5):
         assert np.array_equal(attend(golden_float, expected_float, layer, fill=fill), clean)
@@ -134,8 +134,9 @@ def test_moe(golden_float, expected_float):
 
 
 @pytest.mark.parametrize("change", [
-    {"ffn.experts.w13": swap_experts}, {"ffn.experts.w2": swap_experts}, {"ffn.experts.w13": swap_experts, "ffn.experts.w2": swap_experts},
-    {"ffn.experts.w13": swap_gate_and_up}, {"ffn.bias": np.zeros_like}, {"ffn.gate": swap_experts}, {"ffn.shared.w2": np.zeros_like},
+    {"ffn.experts.w13": swap_experts}, {"ffn.experts.w2": swap_experts},
+    {"ffn.experts.w13": swap_experts, "ffn.experts.w2": swap_experts}, {"ffn.experts.w13": swap_gate_and_up},
+    {"ffn.bias": np.zeros_like}, {"ffn.gate": swap_experts}, {"ffn.shared.w2": np.zeros_like},
 ], ids=["first half of an expert", "second half of an expert", "one swapped expert", "gate and up", "no bias", "swapped scores",
         "no shared expert"])
 def test_moe_notices(golden_float, expected_float, change):
@@ -196,10 +197,14 @@ def head_of(model, expected, change=None):
 def test_head(golden_float, expected_float):
     expected = expected_float["p0.prefill_logits"]
     assert max_error(head_of(golden_float, expected_float), expected) < LOGITS
-    mean = {"collapse.fn": np.zeros_like, "collapse.base": np.zeros_like}  # every stream weighs one half; the norm takes the factor away
-    mistakes = {"mean instead of the head's gate": mean, "no norm weight": {"norm.weight": np.ones_like},
-                "rows of other tokens": {"head": lambda a: np.roll(a, 1, axis=0)}, "embedding as head": {"head": lambda a: embedding}}
     embedding = np.array(golden_float.module.main.embed[...])
+    mistakes = {
+        # Every stream weighs one half, and the norm takes the factor away.
+        "mean instead of the head's gate": {"collapse.fn": np.zeros_like, "collapse.base": np.zeros_like},
+        "no norm weight": {"norm.weight": np.ones_like},
+        "rows of other tokens": {"head": lambda a: np.roll(a, 1, axis=0)},
+        "embedding as head": {"head": lambda a: embedding},
+    }
     for name, change in mistakes.items():
         assert max_error(head_of(golden_float, expected_float, change), expected) > NOTICED * LOGITS, name
 

@@ -1,4 +1,4 @@
-"""The building blocks of spec section 3, 4, 5 and 8 against goldens/primitives.safetensors. Discrete results are compared as bits."""
+"""The building blocks of spec sections 3, 4, 5 and 8 against goldens/primitives.safetensors. Discrete results: as bits."""
 
 import dataclasses
 import types
@@ -81,7 +81,8 @@ def test_act_quant(primitives, name, block):
     x, out = primitives[f"act_quant.{name}.in"], primitives[f"act_quant.{name}.out"]
     assert same_bits(act_quant(x, block), out)
     assert same_bits(jax.jit(lambda x: act_quant(x, block))(x), out)
-    scales = np.repeat(2.0 ** (primitives[f"act_quant.{name}.scale_byte"].astype(np.float64) - 127), block, axis=1)[:, :x.shape[1]]
+    scales = 2.0 ** (primitives[f"act_quant.{name}.scale_byte"].astype(np.float64) - 127)
+    scales = np.repeat(scales, block, axis=1)[:, :x.shape[1]]
     assert np.array_equal(primitives[f"act_quant.{name}.q"].astype(np.float64) * scales, out)
 
 
@@ -134,19 +135,26 @@ def expert_arrays(primitives, packed: bool) -> pallas_kernels.Experts:
     w2, s2 = part("w2", "weight")[None], part("w2", "scale")[None]
     if packed:
         return pallas_kernels.Experts(w13, s13, w2, s2)
-    return pallas_kernels.Experts(formats.dequantise_fp4(w13[0], s13[0])[None], None, formats.dequantise_fp4(w2[0], s2[0])[None], None)
+    w13, w2 = (formats.dequantise_fp4(w[0], s[0])[None] for w, s in ((w13, s13), (w2, s2)))
+    return pallas_kernels.Experts(w13, None, w2, None)
 
 
 @pytest.mark.parametrize("packed, regime", [(True, "decode"), (False, "decode"), (False, "prefill")])
 @pytest.mark.parametrize("mode", ["float", "reference"])
 def test_fp4_expert(primitives, packed, regime, mode):
     x, expected = primitives["fp4_expert.x"], primitives[f"fp4_expert.y_{mode}"]
+    weights, ids, mask = primitives["fp4_expert.route_weight"][:, None], np.zeros((5, 1), np.int32), np.ones(5, bool)
     y = pallas_kernels.moe_fp4(
-        x, np.zeros((5, 1), np.int32), primitives["fp4_expert.route_weight"][:, None], np.ones(5, bool), expert_arrays(primitives, packed),
+        x, ids, weights, mask, expert_arrays(primitives, packed),
         swiglu_limit=float(primitives["fp4_expert.swiglu_limit"][0]), activation_quant=mode == "reference", regime=regime)
     other = primitives[f"fp4_expert.y_{'float' if mode == 'reference' else 'reference'}"]
     tolerance = 2e-6 * np.abs(expected).max()
     assert max_error(y, expected) < tolerance < max_error(y, other) / 100
+
+
+def by_expert(weights, ids):
+    """The weights [n, A] in the order of their experts' ids."""
+    return np.take_along_axis(np.asarray(weights), np.argsort(ids, axis=-1), axis=-1)
 
 
 def test_router(primitives):
@@ -159,8 +167,7 @@ def test_router(primitives):
     layer.gate[...], layer.bias[...] = jnp.asarray(gate), jnp.asarray(primitives["router.bias"])
     chosen, weights, scores = layer.route(np.eye(rows, CONFIG.hidden_size, dtype=np.float32), np.zeros(rows, np.int32))
     assert same_sets(chosen, primitives["router.idx"])
-    order = np.argsort(chosen, axis=-1), np.argsort(primitives["router.idx"], axis=-1)
-    assert max_error(np.take_along_axis(np.asarray(weights), order[0], 1), np.take_along_axis(primitives["router.weights"], order[1], 1)) < 1e-6
+    assert max_error(by_expert(weights, chosen), by_expert(primitives["router.weights"], primitives["router.idx"])) < 1e-6
     unbiased = jax.lax.top_k(scores, 2)[1]
     assert not same_sets(unbiased, primitives["router.idx"])  # the vectors need the bias
 
@@ -248,9 +255,10 @@ def test_inverse_frequencies(primitives, name, config, compressed):
 
 
 def test_yarn_ramp_beyond_the_last_frequency():
-    """The ramp ends where the formula says, up to index r - 1 = 63, though there are 32 frequencies: here it goes from 30 to 40."""
+    """The ramp may end anywhere up to index r - 1 = 63, though there are 32 frequencies: here it goes from 30 to 40."""
     config = v4_flash_0731()
-    config = dataclasses.replace(config, rope_scaling=dataclasses.replace(config.rope_scaling, original_max_position_embeddings=2**24))
+    scaling = dataclasses.replace(config.rope_scaling, original_max_position_embeddings=2**24)
+    config = dataclasses.replace(config, rope_scaling=scaling)
     plain = 160000.0 ** (-np.arange(32) / 32)
     share = np.where(np.arange(32) == 31, 0.1, 0.0)
     assert np.allclose(inverse_frequencies(config, True), plain * (1 - share) + plain / 16 * share, rtol=1e-12)

@@ -33,7 +33,8 @@ def whole(golden_float, expected_float):
         tokens[i, :anchor], tokens[i, anchor:anchor + 6] = fed[:anchor], drafted
         anchors[i] = other, anchor
     out = run(both_paths, golden_float.config, golden_float.module, tokens, anchors)
-    return types.SimpleNamespace(tokens=tokens, anchors=anchors, **dict(zip(("logits", "hidden", "aux", "draft", "confidence"), out)))
+    named = dict(zip(("logits", "hidden", "aux", "draft", "confidence"), out))
+    return types.SimpleNamespace(tokens=tokens, anchors=anchors, **named)
 
 
 def relative(actual, expected):
