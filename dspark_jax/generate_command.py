@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -107,16 +110,35 @@ class _Session:
         self.finished = PromptRun(len(self.request.prompts[0]))
         started = time.perf_counter()
         try:
-            for event in self.events:
-                self.finished.add(event.tokens, event.record)
-                self.text.append(event.text or "")
-                if self.show:
-                    print(event.text if event.text is not None else " ".join(map(str, event.tokens)) + " ", end="", flush=True)
-            self.finished.finished = True
+            with self._noticing_interrupts():
+                for event in self.events:
+                    self.finished.add(event.tokens, event.record)
+                    self.text.append(event.text or "")
+                    if self.show:
+                        print(event.text if event.text is not None else " ".join(map(str, event.tokens)) + " ", end="", flush=True)
+                    if self.interrupted:
+                        break
         except KeyboardInterrupt:
             self.interrupted = True
+        self.finished.finished = not self.interrupted
         self.finished.seconds = time.perf_counter() - started
         self.finished.gate_state = self.engine.gate_state
+
+    @contextlib.contextmanager
+    def _noticing_interrupts(self):
+        """Ctrl-C raises as always, and is remembered too: raised within a callback of the runtime, the exception is dropped."""
+        def notice(number, frame):
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, notice)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def result(self) -> dict:
         """What --json prints."""
