@@ -118,9 +118,16 @@ def die(source, target, moment: str, count: str) -> None:
 
     def dying(*arguments, **options):
         if next(calls) == int(count):
-            threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGKILL)).start() if moment == "write_unit" else os.kill(
-                os.getpid(), signal.SIGKILL)
+            if moment != "write_unit":
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Thread(target=when_begun, args=(arguments[0],)).start()
         return function(*arguments, **options)
+
+    def when_begun(path):
+        """Kills as soon as the unit's unfinished directory is there."""
+        while not any(path.parent.glob(f"{path.name}.*tmp*")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(convert, moment, dying)
     convert_checkpoint(source, target, unit_bytes=UNIT_BYTES)
