@@ -41,7 +41,7 @@ def _step_ms(model: Model, prompt: list[int], mode: str, repeats: int) -> float:
     """One call of one round, whatever it emits."""
     most = model.limits.max_seq_len - len(prompt)
     request = make_request(model, prompt, most, mode, GateConfig(), 0.0, 0, 1.0, [])
-    emissions = Engine(model, request).stream(request.prompts[0], 1)
+    emissions = Engine(model, request).stream([0], 1)
     next(emissions)
     return _median_ms(lambda: next(emissions), repeats)
 

@@ -1,4 +1,7 @@
-"""Runs one stream: prefill, then rounds on the device, a few per call, handed to the host as records.
+"""Runs streams: prefill, then rounds on the device, a few per call, handed to the host as records.
+
+As many streams run at a time as the mesh has rows on its data axis, one a row; one device is one row. A row without a stream of
+its own has one that is done from the start: it prefills no token and takes part in no round.
 
 Each program is compiled once per model structure and mode: prompt lengths, draft lengths, gate numbers and stop tokens are data.
 """
@@ -7,22 +10,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import Iterator
+from typing import Iterator, Sequence
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax import gate as gates
 from dspark_jax import round as rounds
 from dspark_jax.api import new_cache
+from dspark_jax.cache import Cache
 from dspark_jax.distributed import losses_explained
 from dspark_jax.errors import NumericsError
 from dspark_jax.loading import Limits, Model
 from dspark_jax.platform import jit
 from dspark_jax.request import Request
-from dspark_jax.sharding import cache_specs, max_over_data, on_mesh, parameter_specs, replicated, stream_spec
+from dspark_jax.sharding import DATA, cache_specs, fetch, max_over_data, on_mesh, parameter_specs, stream_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +47,16 @@ class RoundRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Emission:
-    """Tokens that became known together; record None for the first token (chosen by the prefill) and in plain mode."""
+    """Tokens of a prompt that became known together.
 
+    prompt: its number in the request. record: None for the first token (chosen by the prefill) and in plain mode.
+    last: nothing follows.
+    """
+
+    prompt: int
     tokens: list[int]
     record: RoundRecord | None
+    last: bool
 
 
 class Programs:
@@ -97,11 +107,24 @@ def _programs(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str) -> 
     return Programs(graphdef, mesh, limits, mode)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """A prefilled stream: the first token, the margin that it was chosen by, and how many more tokens are wanted."""
+
+    token: int
+    margin: float
+    remaining: int
+
+
 class Engine:
-    """A model in one mode, ready to run streams one after another. `compile_seconds` is what getting ready took (0 when it was)."""
+    """A model in one mode, ready to run streams.
+
+    width: how many streams run at a time. compile_seconds: what getting ready took (0 when it was).
+    """
 
     def __init__(self, model: Model, request: Request):
         self.model, self.request = model, request
+        self.width = model.mesh.shape[DATA]
         graphdef, self.state = model.split
         self.programs = _programs(graphdef, model.mesh, model.limits, request.mode)
         self.config = jax.tree.map(as_data, request.gate)
@@ -117,72 +140,101 @@ class Engine:
             return 0.0
         started = time.perf_counter()
         with losses_explained():
-            cache, _ = self._prefill_chunk(new_cache(self.model), [])
-            jax.block_until_ready(self._run(self._round_state(cache, 0, 0.0, 0), 0))  # no rounds
+            cache, chosen = self._prefill_chunk(new_cache(self.model, self.width), [])
+            state, outputs, _ = self._run(self._round_state(cache, []), 0)  # no rounds
+            fetch(self.model.mesh, (chosen, outputs, *_shown(state)))
         self.programs.warm.add(key)
         return time.perf_counter() - started
 
-    def _prefill_chunk(self, cache, part):
-        tokens = np.zeros((1, self.model.limits.prefill_chunk), np.int32)
-        tokens[0, :len(part)] = part
-        return self.programs.begin(self.state, cache, tokens, np.array([len(part)], np.int32))
+    def _prefill_chunk(self, cache, parts: Sequence[Sequence[int]]):
+        tokens, valid = np.zeros((self.width, self.model.limits.prefill_chunk), np.int32), np.zeros(self.width, np.int32)
+        for b, part in enumerate(parts):
+            tokens[b, :len(part)], valid[b] = part, len(part)
+        return self.programs.begin(self.state, cache, tokens, valid)
 
-    def _round_state(self, cache, anchor: int, margin: float, remaining: int) -> rounds.RoundState:
+    def _round_state(self, cache, begun: Sequence[_Begun]) -> rounds.RoundState:
+        def of_streams(values, idle, dtype):
+            return np.array([*values, *[idle] * (self.width - len(begun))], dtype)
+
+        remaining = of_streams((stream.remaining for stream in begun), 0, np.int32)
         small = rounds.RoundState(
-            cache=None, anchor=np.array([anchor], np.int32), margin=np.array([margin], np.float32),
-            remaining=np.array([remaining], np.int32), done=np.array([False]), faulty=np.array([-1], np.int32),
-            gate=gates.init(self.config, 1),
+            cache=None, anchor=of_streams((stream.token for stream in begun), 0, np.int32),
+            margin=of_streams((stream.margin for stream in begun), 0, np.float32), remaining=remaining, done=remaining == 0,
+            faulty=of_streams((-1 for _ in begun), -1, np.int32), gate=gates.init(self.config, self.width),
         )
-        return jax.device_put(small, replicated(self.model.mesh)).replace(cache=cache)
+        where = NamedSharding(self.model.mesh, stream_spec(self.model.mesh, self.width))
+        return jax.device_put(small, where).replace(cache=cache)
 
     def _run(self, state, most: int):
         return self.programs.run(self.state, self.config, state, self.stop_ids, np.int32(most))
 
-    def stream(self, prompt: tuple[int, ...], rounds_per_call: int) -> Iterator[Emission]:
-        """Emits until max_new_tokens or a stop token; the surplus of the last round is dropped from its tokens.
+    def stream(self, numbers: Sequence[int], rounds_per_call: int) -> Iterator[Emission]:
+        """Runs the prompts of these numbers at once, at most `width` of them; each emits what it would emit alone.
 
+        Every stream ends with max_new_tokens or a stop token; the surplus of the last round is dropped from its tokens.
         Raises NumericsError at logits that are not finite, after the tokens before them; DsparkError if another process is lost.
         """
         with losses_explained():
-            yield from self._stream(prompt, rounds_per_call)
+            yield from self._stream(numbers, rounds_per_call)
 
-    def _stream(self, prompt: tuple[int, ...], rounds_per_call: int) -> Iterator[Emission]:
+    def gate_of(self, place: int) -> gates.GateState | None:
+        """What the gate knew, after the last call of rounds, of the stream at this place of `numbers`; None before the first."""
+        return jax.tree.map(lambda leaf: leaf[place:place + 1], self.gate_state)
+
+    def _stream(self, numbers: Sequence[int], rounds_per_call: int) -> Iterator[Emission]:
         self.gate_state = None
-        cache, chunk = new_cache(self.model), self.model.limits.prefill_chunk
-        for at in range(0, len(prompt), chunk):
-            cache, first = self._prefill_chunk(cache, prompt[at:at + chunk])
-        token, margin, finite = (value.item() for value in jax.device_get(first))
-        if not finite:
-            raise NumericsError(_not_finite(len(prompt) - 1))
-        wanted = self.request.max_new_tokens
-        yield Emission([token], None)
-        state = self._round_state(cache, token, margin, wanted - 1)
-        done = wanted == 1 or token in self.request.stop_token_ids
-        while not done:
+        cache, begun = self._prefill(numbers)
+        remaining = [stream.remaining for stream in begun]
+        done = np.equal(remaining, 0)
+        for number, stream in zip(numbers, begun):
+            yield Emission(number, [stream.token], None, not stream.remaining)
+        state = self._round_state(cache, begun)
+        while not done.all():
             state, outputs, count = self._run(state, rounds_per_call)
             # Copies: the next call takes the arrays of this state over.
-            self.gate_state, done, faulty, outputs, count = jax.device_get((state.gate, state.done, state.faulty, outputs, count))
-            for emission in self._emissions(outputs, int(count), wanted - 1):
-                wanted -= len(emission.tokens)
-                yield emission
-            if faulty[0] >= 0:
-                raise NumericsError(_not_finite(int(faulty[0])))
+            self.gate_state, done, faulty, outputs, count = fetch(self.model.mesh, (*_shown(state), outputs, count))
+            for i in range(int(count)):
+                for b, number in enumerate(numbers):
+                    tokens, remaining[b] = self._kept(outputs.tokens[i, b, :outputs.emitted[i, b]].tolist(), remaining[b])
+                    if tokens:
+                        record = None if self.request.mode == "plain" else _record(outputs, i, b)
+                        yield Emission(number, tokens, record, not remaining[b])
+            for number, position in zip(numbers, faulty.tolist()):
+                if position >= 0:
+                    raise NumericsError(_not_finite(number, position))
 
-    def _emissions(self, outputs: rounds.RoundOutput, count: int, remaining: int) -> Iterator[Emission]:
-        for i in range(count):
-            tokens = outputs.tokens[i, 0, :min(outputs.emitted[i, 0], remaining)].tolist()
-            stops = [j for j, token in enumerate(tokens) if token in self.request.stop_token_ids]
-            tokens = tokens[:stops[0] + 1] if stops else tokens
-            remaining -= len(tokens)
-            if tokens:
-                yield Emission(tokens, None if self.request.mode == "plain" else _record(outputs, i))
+    def _prefill(self, numbers: Sequence[int]) -> tuple[Cache, list[_Begun]]:
+        """All prompts, chunk by chunk. A prompt that has ended takes no rows of later chunks, and its choice is kept."""
+        prompts, begun = [self.request.prompts[number] for number in numbers], {}
+        cache, chunk = new_cache(self.model, self.width), self.model.limits.prefill_chunk
+        for at in range(0, max(map(len, prompts)), chunk):
+            cache, chosen = self._prefill_chunk(cache, [prompt[at:at + chunk] for prompt in prompts])
+            ending = [b for b, prompt in enumerate(prompts) if at < len(prompt) <= at + chunk]
+            values = fetch(self.model.mesh, chosen) if ending else None
+            for b in ending:
+                token, margin, finite = (value[b].item() for value in values)
+                if not finite:
+                    raise NumericsError(_not_finite(numbers[b], len(prompts[b]) - 1))
+                begun[b] = _Begun(token, margin, self._kept([token], self.request.max_new_tokens)[1])
+        return cache, [begun[b] for b in range(len(prompts))]
+
+    def _kept(self, tokens: list[int], remaining: int) -> tuple[list[int], int]:
+        """What of a round's tokens is wanted, and how many more are then: none behind a stop token."""
+        tokens = tokens[:remaining]
+        stop = next((j for j, token in enumerate(tokens) if token in self.request.stop_token_ids), None)
+        return (tokens, remaining - len(tokens)) if stop is None else (tokens[:stop + 1], 0)
 
 
-def _record(outputs: rounds.RoundOutput, i: int) -> RoundRecord:
-    skipped = ("", "gate", "margin")[int(outputs.skipped[i, 0])]
-    confidence = None if skipped == "margin" else tuple(float(c) for c in outputs.confidence[i, 0])
-    return RoundRecord(int(outputs.proposed[i, 0]), int(outputs.verified[i, 0]), int(outputs.accepted[i, 0]), confidence,
-                       float(outputs.margin[i, 0]), skipped)
+def _shown(state: rounds.RoundState) -> tuple[gates.GateState, jax.Array, jax.Array]:
+    """What the host wants to know of the state after a call of rounds."""
+    return state.gate, state.done, state.faulty
+
+
+def _record(outputs: rounds.RoundOutput, i: int, b: int) -> RoundRecord:
+    skipped = ("", "gate", "margin")[int(outputs.skipped[i, b])]
+    confidence = None if skipped == "margin" else tuple(float(c) for c in outputs.confidence[i, b])
+    return RoundRecord(int(outputs.proposed[i, b]), int(outputs.verified[i, b]), int(outputs.accepted[i, b]), confidence,
+                       float(outputs.margin[i, b]), skipped)
 
 
 def as_data(number) -> np.ndarray:
@@ -195,6 +247,6 @@ def _padded_size(count: int) -> int:
     return max(8, 1 << (count - 1).bit_length()) if count else 8
 
 
-def _not_finite(position: int) -> str:
-    return (f"the logits at position {position} are not finite (NaN or infinity); the weights or the computation are damaged: check "
-            "the checkpoint with `dspark inspect`, and try dtype='float32'")
+def _not_finite(prompt: int, position: int) -> str:
+    return (f"prompt {prompt}: the logits at position {position} are not finite (NaN or infinity); the weights or the computation "
+            "are damaged: check the checkpoint with `dspark inspect`, and try dtype='float32'")

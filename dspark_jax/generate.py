@@ -43,7 +43,9 @@ class StreamEvent:
 def generate(model: Model, prompts, max_new_tokens: int = 128, mode: str = "block", gate: GateConfig = GateConfig(),
              temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, stop_token_ids=None,
              progress: bool = False) -> GenerateOutput:
-    """Continues one or several prompts greedily; several run one after another.
+    """Continues one or several prompts greedily.
+
+    As many run at a time as the model's mesh has rows on its data axis: one after another on a single device.
 
     Args:
       model: from `dspark.load`.
@@ -59,7 +61,7 @@ def generate(model: Model, prompts, max_new_tokens: int = 128, mode: str = "bloc
 
     Raises:
       PromptError, ConfigError: a request that cannot be served, before anything is compiled.
-      NumericsError: logits that are NaN or infinite, naming the position.
+      NumericsError: logits that are NaN or infinite, naming the prompt and the position.
     """
     del seed  # nothing is drawn while decoding is greedy
     request = make_request(model, prompts, max_new_tokens, mode, gate, temperature, top_k, top_p, stop_token_ids)
@@ -68,29 +70,34 @@ def generate(model: Model, prompts, max_new_tokens: int = 128, mode: str = "bloc
     with _bar(progress, len(runs) * request.max_new_tokens) as advance:
         try:
             engine = Engine(model, request)
-            for prompt, run in zip(request.prompts, runs):
-                _fill(run, engine, prompt, advance)
+            for first in range(0, len(runs), engine.width):
+                _fill(runs, range(first, min(first + engine.width, len(runs))), engine, advance)
         except KeyboardInterrupt:
             pass
     return _output(model, request, runs, engine)
 
 
-def _fill(run: PromptRun, engine: Engine, prompt, advance) -> None:
+def _fill(runs: list[PromptRun], numbers: range, engine: Engine, advance) -> None:
+    """Runs the prompts of these numbers at once."""
     started = time.perf_counter()
     try:
-        for emission in engine.stream(prompt, ROUNDS_PER_CALL):
+        for emission in engine.stream(numbers, ROUNDS_PER_CALL):
+            run = runs[emission.prompt]
             run.add(emission.tokens, emission.record)
+            run.finished, run.seconds = emission.last, time.perf_counter() - started
             advance(len(emission.tokens))
-        run.finished = True
     finally:
-        run.seconds = time.perf_counter() - started
-        run.gate_state = engine.gate_state
+        for place, number in enumerate(numbers):
+            if not runs[number].finished:
+                runs[number].seconds = time.perf_counter() - started
+            runs[number].gate_state = engine.gate_of(place)
 
 
 def _output(model: Model, request, runs: list[PromptRun], engine: Engine | None) -> GenerateOutput:
     reasons = [run.finish_reason(request.stop_token_ids) for run in runs]
     texts = None if model.tokenizer is None else [decode(model, run.tokens) for run in runs]
-    stats = collect(runs, model.config.dspark_block_size, engine.compile_seconds if engine else 0.0)
+    compile_seconds, together = (engine.compile_seconds, engine.width) if engine else (0.0, 1)
+    stats = collect(runs, model.config.dspark_block_size, compile_seconds, together)
     return GenerateOutput([run.tokens for run in runs], texts, reasons, [run.records for run in runs], stats)
 
 
@@ -111,15 +118,13 @@ def open_stream(model: Model, prompt, max_new_tokens: int = 128, mode: str = "bl
     if len(request.prompts) != 1:
         raise PromptError(f"stream takes one prompt, got {len(request.prompts)}; use generate for several")
     engine = Engine(model, request)
-    return request, engine, _events(model, engine, request.prompts[0])
+    return request, engine, _events(model, engine)
 
 
-def _events(model: Model, engine: Engine, prompt) -> Iterator[StreamEvent]:
-    text, wanted = IncrementalText(model), engine.request.max_new_tokens
-    for emission in engine.stream(prompt, 1):
-        wanted -= len(emission.tokens)
-        last = wanted == 0 or emission.tokens[-1] in engine.request.stop_token_ids
-        yield StreamEvent(emission.tokens, text.add(emission.tokens, last), emission.record)
+def _events(model: Model, engine: Engine) -> Iterator[StreamEvent]:
+    text = IncrementalText(model)
+    for emission in engine.stream([0], 1):
+        yield StreamEvent(emission.tokens, text.add(emission.tokens, emission.last), emission.record)
 
 
 class _bar:

@@ -122,7 +122,7 @@ class _Session:
             self.interrupted = True
         self.finished.finished = not self.interrupted
         self.finished.seconds = time.perf_counter() - started
-        self.finished.gate_state = self.engine.gate_state
+        self.finished.gate_state = self.engine.gate_of(0)
 
     @contextlib.contextmanager
     def _noticing_interrupts(self):

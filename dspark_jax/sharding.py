@@ -14,7 +14,8 @@ Collectives of a step, all over "model" and no others (tests/test_sharding.py co
 * routed experts, before the shared expert is added: summed over the experts' devices (all-reduce);
 * main logits: put together from ranges of the vocabulary (all-gather);
 * where a shard boundary cuts a quantisation block, which only tiny sizes have: the block's largest magnitude (all-reduce).
-Rows of the data axis never wait for each other within a round, and their loops may end at different counts.
+Rows of the data axis never wait for each other within a round, and their loops may end at different counts. After a call of
+rounds they agree on the largest count; where they lie in several processes, what the host wants to know is gathered (`fetch`).
 """
 from __future__ import annotations
 
@@ -182,7 +183,18 @@ def gather_over_model(x: jax.Array) -> jax.Array:
 
 
 def replicate(mesh: Mesh, x):
-    """x, or the shape of an array, whole on every device."""
+    """x, an array, a tree of arrays or the shape of one, whole on every device."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
-    return jax.jit(lambda x: x, out_shardings=replicated(mesh))(x)
+    return _replicating(mesh)(x)
+
+
+@functools.lru_cache(maxsize=None)
+def _replicating(mesh: Mesh):
+    return jax.jit(lambda x: x, out_shardings=replicated(mesh))
+
+
+def fetch(mesh: Mesh, tree):
+    """The values of a tree of arrays on the host. Where streams lie with other processes, theirs are gathered first."""
+    apart = mesh.is_multi_process and mesh.shape[DATA] > 1
+    return jax.device_get(replicate(mesh, tree) if apart else tree)
