@@ -1,4 +1,4 @@
-"""The command line on the golden checkpoint with a tokenizer of single bytes, in this process; Ctrl-C once in a process of its own."""
+"""The command line on a small checkpoint with a tokenizer of single bytes, in this process; one Ctrl-C in a process of its own."""
 
 import functools
 import io
@@ -16,6 +16,7 @@ from dspark_jax import api, costs, engine
 from dspark_jax.cli import main
 from dspark_jax.replay import replay
 from round_parts import BLOCK, byte_tokenizer, with_nan_tokens
+from small_model import write_small_checkpoint
 from support import GOLDENS, MAX_SEQ_LEN
 
 PROMPT = "Ab \u00e9"
@@ -25,11 +26,8 @@ STATS = {"tokens", "rounds", "proposed", "verified", "accepted", "accept_rate", 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The golden checkpoint and a tokenizer.json."""
     path = tmp_path_factory.mktemp("checkpoint")
-    for name in ("config.json", "model.safetensors"):
-        (path / name).symlink_to(GOLDENS / name)
-    byte_tokenizer().save(str(path / "tokenizer.json"))
+    write_small_checkpoint(path, byte_tokenizer())
     return path
 
 
@@ -55,8 +53,13 @@ def command(directory, capsys, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def expected(directory, loading):
-    return dspark.generate(loading(str(directory), max_seq_len=MAX_SEQ_LEN, dtype=None, activation_quant=True), PROMPT, 20)
+def model(directory, loading):
+    return loading(str(directory), None, max_seq_len=MAX_SEQ_LEN, dtype=None, activation_quant=True)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return dspark.generate(model, PROMPT, 20)
 
 
 def test_text_to_standard_output_and_a_summary_to_standard_error(command, expected):
@@ -104,9 +107,10 @@ def test_stop_as_id_and_as_text(command, expected, directory):
     status, out, err = command("--stop", str(tokens[at]), "--json")
     result = json.loads(out)
     assert result["tokens"] == tokens[:at + 1] and result["finish_reason"] == "stop"
-    letters = [i for i in range(20) if chr(tokens[i]).isascii() and chr(tokens[i]).isalpha()]
-    seen = json.loads(command("--stop", chr(tokens[letters[0]]), "--stop", " ", "--json")[1])["tokens"]
-    assert seen == tokens[:min(tokens.index(stop) for stop in (tokens[letters[0]], 32) if stop in tokens) + 1]
+    letter = next(i for i in range(20) if chr(tokens[i]).isascii() and chr(tokens[i]).isalpha())
+    for stops, end in ((chr(tokens[letter]),), letter), ((" ",), tokens.index(32)), (("z", " "), tokens.index(32)):
+        seen = json.loads(command(*(part for stop in stops for part in ("--stop", stop)), "--json")[1])["tokens"]
+        assert seen == tokens[:end + 1]
 
 
 WRONG_USE = {
@@ -156,13 +160,13 @@ def broken_copy(directory, tmp_path, change):
     return str(tmp_path)
 
 
-def test_failures_are_status_1(command, directory, tmp_path, loading, monkeypatch):
+def test_failures_are_status_1(command, directory, tmp_path, model, monkeypatch):
     status, out, err = command("--checkpoint", str(tmp_path / "absent"))
     assert (status, out) == (1, "") and "no such checkpoint directory" in err and "absent" in err
     cut = broken_copy(directory, tmp_path, lambda name, raw: raw[:-9] if name.startswith("model") else raw)
     status, _, err = command("--checkpoint", cut)
     assert status == 1 and "model.safetensors" in err and "truncated" in err
-    damaged = with_nan_tokens(loading(str(directory), max_seq_len=MAX_SEQ_LEN, dtype=None, activation_quant=True), [ord("A")])
+    damaged = with_nan_tokens(model, [ord("A")])
     monkeypatch.setattr(dspark, "load", lambda *args, **options: damaged)
     status, _, err = command()
     assert status == 1 and "logits at position 4 are not finite" in err and "Traceback" not in err
@@ -201,8 +205,9 @@ def test_ctrl_c_while_loading_is_status_130(command, monkeypatch):
 
 
 def test_sigint(directory):
-    """A real signal to a real process, once it has begun to write; it could go on for 4,000 tokens."""
-    arguments = ["generate", PROMPT, "--checkpoint", str(directory), "--max-new-tokens", "4000", "--mode", "plain", "--stop", "255"]
+    """A real signal to a real process, once it has begun to write; it could go on for 60,000 tokens."""
+    arguments = ["generate", PROMPT, "--checkpoint", str(directory), "--max-seq-len", "65536", "--max-new-tokens", "60000",
+                 "--mode", "plain", "--stop", "255"]
     process = subprocess.Popen([sys.executable, "-m", "dspark_jax.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                env=os.environ | {"JAX_PLATFORMS": "cpu"}, cwd=GOLDENS.parents[1])
     try:
@@ -215,15 +220,23 @@ def test_sigint(directory):
     assert b"interrupted" in err and b"tok/s" in err and b"Traceback" not in err
 
 
-def test_record_and_replay(command, expected, tmp_path, capsys):
+def medians(monkeypatch, *values):
+    """The timed calls are made once, and take so many ms."""
+    left = iter(values)
+    monkeypatch.setattr(costs, "_median_ms", lambda call, repeats: call() is None or next(left))
+
+
+def test_record_and_replay(command, expected, tmp_path, capsys, monkeypatch):
+    """A draft of 5 ms, a plain step of 3 ms and a round of 11 ms: 6 ms of it verified."""
     file = tmp_path / "rounds.json"
+    medians(monkeypatch, 5.0, 3.0, 11.0)
     status, out, err = command("--record", str(file))
     assert (status, out) == (0, expected.texts[0]) and "tok/s" in err
     recorded = json.loads(file.read_text())
     rounds = recorded["prompts"]["prompt"]
     assert [(r["accept"], r["k"]) for r in rounds] == [(r.accepted, BLOCK) for r in expected.rounds[0]]
     assert [r["conf"] for r in rounds] == [pytest.approx(r.confidence, abs=1e-6) for r in expected.rounds[0]]
-    assert all(r["draft_ms"] > 0 and r["plain_ms"] > 0 and r["verify_ms"] > 0 for r in rounds)
+    assert all((r["draft_ms"], r["plain_ms"], r["verify_ms"]) == (5, 3, 6) for r in rounds)
     assert main(["replay", str(file), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads(json.dumps(replay(str(file)))) and result["rounds"] == {"prompt": len(rounds)}
@@ -237,17 +250,19 @@ def test_a_recording_without_rounds_is_refused_after_the_summary(command, tmp_pa
     assert status == 2 and out and "1 tokens in" in err and not list(tmp_path.iterdir())
 
 
-def test_costs(golden_reference):
+def test_costs(model, directory, monkeypatch):
     """Behind a prompt that fills the cache, too: it is cut. Where two rounds do not fit, the error says so."""
     for prompt in ([1, 2, 3], [1] * MAX_SEQ_LEN):
-        times = costs.measure(golden_reference, prompt)
-        assert times.keys() == {"draft_ms", "verify_ms", "plain_ms"} and all(ms > 0 for ms in times.values())
-    short = dspark.load(GOLDENS, max_seq_len=13)
+        times = costs.measure(model, prompt)
+        assert times.keys() == {"draft_ms", "verify_ms", "plain_ms"} and times["draft_ms"] > 0 < times["plain_ms"]
+    medians(monkeypatch, 5.0, 3.0, 4.0)
+    assert costs.measure(model, [1])["verify_ms"] == 0, "a round that seems shorter than its draft costs no less than nothing"
+    short = dspark.load(directory, max_seq_len=13)
     with pytest.raises(dspark.ConfigError, match="max_seq_len 13 has no room to measure two rounds of 6 tokens"):
         costs.measure(short, [1])
 
 
-def test_costs_time_rounds_that_happen(golden_reference, monkeypatch):
+def test_costs_time_rounds_that_happen(model, monkeypatch):
     """Every timed call is a round: none comes after the end of its stream."""
     counts = []
 
@@ -258,16 +273,16 @@ def test_costs_time_rounds_that_happen(golden_reference, monkeypatch):
     monkeypatch.setattr(costs, "_median_ms", count)
     monkeypatch.setattr(api, "draft", lambda *arguments: 1)
     for length in (1, 60, 128):
-        costs.measure(golden_reference, [5] * length)
+        costs.measure(model, [5] * length)
     assert counts == [17] * 9
 
 
-def test_public_functions_keep_their_arguments(golden_reference):
+def test_public_functions_keep_their_arguments(model):
     """prefill, draft and commit leave the caches they are given usable, and unchanged."""
-    _, _, cache = api.prefill(golden_reference, [1, 2, 3])
-    first = dspark.draft(golden_reference, cache, [4])
+    _, _, cache = api.prefill(model, [1, 2, 3])
+    first = dspark.draft(model, cache, [4])
     dspark.commit(cache, [0])
-    again = dspark.draft(golden_reference, cache, [4])
+    again = dspark.draft(model, cache, [4])
     assert first.tokens.tolist() == again.tokens.tolist() and cache.position.tolist() == [3]
 
 
