@@ -16,7 +16,7 @@ from dspark_jax import gate as gates
 from dspark_jax import round as rounds
 from dspark_jax.platform import jit
 from round_parts import BLOCK, perfect, same_bits, scripted, wrong
-from state_parts import committed
+from state_parts import committed, joined
 
 LENGTH = 30  # tokens of the plain streams
 OFF = dspark.GateConfig()
@@ -25,8 +25,6 @@ NO_STOPS = np.full(8, -1, np.int32)
 
 @functools.lru_cache(maxsize=None)
 def program(graphdef, limits, mode):
-    if mode == "begin":
-        return jit(lambda state, *args: rounds.begin(nnx.merge(graphdef, state), *args))
     return jit(lambda state, *args: rounds.step(nnx.merge(graphdef, state), limits, mode, *args))
 
 
@@ -48,23 +46,15 @@ def prompts(expected_float):
 
 
 @pytest.fixture(scope="module")
-def start(model, prompts):
-    return begin(model, prompts)
-
-
-def begin(model, prompts, remaining=(LENGTH, LENGTH)):
-    """The state behind the prompts, chunk after chunk, the shorter one waiting with no valid rows."""
-    cache, chunk, count = jax.device_get(dspark.new_cache(model, 2)), model.limits.prefill_chunk, len(prompts)
-    anchors, margins = np.zeros(count, np.int32), np.zeros(count, np.float32)
-    for at in range(0, max(map(len, prompts)), chunk):
-        parts = [prompt[at:at + chunk] for prompt in prompts]
-        tokens, valid = np.stack([np.pad(part, (0, chunk - len(part))) for part in parts]), np.array([len(part) for part in parts])
-        out = program(model.split[0], model.limits, "begin")(model.split[1], cache, tokens, valid.astype(np.int32))
-        cache, (token, margin, finite) = jax.device_get(out)
-        assert np.all(finite | (valid == 0))
-        anchors, margins = np.where(valid, token, anchors), np.where(valid, margin, margins)
-    return rounds.RoundState(cache=cache, anchor=anchors, margin=margins, remaining=np.array(remaining, np.int32),
-                             done=np.zeros(count, bool), faulty=np.full(count, -1, np.int32), gate=jax.device_get(gates.init(OFF, count)))
+def start(golden_float, prompts):
+    """The state behind the prompts, on the host."""
+    logits, _, caches = zip(*(dspark.prefill(golden_float, prompt.tolist()) for prompt in prompts))
+    last = np.stack([np.asarray(rows[0, -1]) for rows in logits])
+    second, best = np.sort(last, axis=-1)[:, -2:].T
+    return rounds.RoundState(
+        cache=jax.device_get(joined(caches)), anchor=last.argmax(-1).astype(np.int32), margin=best - second,
+        remaining=np.full(2, LENGTH, np.int32), done=np.zeros(2, bool), faulty=np.full(2, -1, np.int32),
+        gate=jax.device_get(gates.init(OFF, 2)))
 
 
 @pytest.fixture(scope="module")
