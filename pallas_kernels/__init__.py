@@ -5,6 +5,6 @@
     activation          simulated e4m3 / e2m1 activation quantisation               activation.py
 """
 from pallas_kernels import activation, fp4
-from pallas_kernels.moe import BACKENDS, Experts, default_backend, moe_fp4
+from pallas_kernels.moe import BACKENDS, Experts, default_backend, largest_scale, moe_fp4
 
-__all__ = ["BACKENDS", "Experts", "activation", "default_backend", "fp4", "moe_fp4"]
+__all__ = ["BACKENDS", "Experts", "activation", "default_backend", "fp4", "largest_scale", "moe_fp4"]

@@ -35,22 +35,32 @@ def unpack(packed: jax.Array) -> jax.Array:
 
 
 def decode_e2m1(codes: jax.Array) -> jax.Array:
-    """Codes (any integer dtype, 0..15) to float32 values, by integer arithmetic only: no table, so that it fuses everywhere."""
+    """Codes (any integer dtype; the lowest four bits count) to float32 values, by integer arithmetic only: no table, so that it
+    fuses everywhere. From magnitude 2 on, a code is a float's lowest exponent bits and highest mantissa bit.
+    """
     code = codes.astype(jnp.int32)
-    mantissa, exponent = code & 1, (code >> 1) & 3
-    doubled = jnp.where(exponent == 0, mantissa, (2 | mantissa) << jnp.maximum(exponent - 1, 0))
-    return jnp.where(code >= 8, -doubled, doubled).astype(jnp.float32) * 0.5
+    magnitude = code & 7
+    bits = jnp.where(magnitude < 2, -magnitude & 0x3F000000, (magnitude << 22) + 0x3F000000)
+    return jax.lax.bitcast_convert_type(bits | ((code & 8) << 28), jnp.float32)
 
 
-def decode_e8m0(scales: jax.Array) -> jax.Array:
-    """Scale bytes to float32 *twice* the scale, 2 ** (b - 126): byte 0 becomes a normal number. Multiply by half the value."""
-    return jax.lax.bitcast_convert_type((scales.astype(jnp.int32) + 1) << 23, jnp.float32)
+def decode_e8m0(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Scale bytes to two float32 factors, the scale as their product: multiply by one, then by the other.
+
+    No single factor does for every byte 0..254: byte 0 itself is subnormal, which arithmetic flushes to zero, and twice byte 254
+    is infinite. Both factors are at most 1 or both at least 1, so that nothing is lost between them.
+    """
+    byte = scales.astype(jnp.int32)
+    first = byte >> 1
+    power = lambda exponent: jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    return power(first - 63), power(byte - first - 64)
 
 
 def dequantise(packed: jax.Array, scales: jax.Array, dtype=jnp.float32) -> jax.Array:
     """uint8 [..., N, K / 2] and uint8 [..., N, K / 32] to `dtype` [..., N, K]; exact in float32 and bfloat16."""
-    values = decode_e2m1(unpack(packed)) * 0.5
-    blocks = values.reshape(*scales.shape, BLOCK) * decode_e8m0(scales)[..., None]
+    values = decode_e2m1(unpack(packed))
+    first, second = decode_e8m0(scales[..., None])
+    blocks = values.reshape(*scales.shape, BLOCK) * first * second
     return blocks.reshape(values.shape).astype(dtype)
 
 

@@ -33,6 +33,7 @@ class Blocks(NamedTuple):
 
 
 WEIGHT_SHIFT = 32  # compiled kernels compute with w * 2 ** -32 and x * 2 ** 32, see _unpack_ptx
+LARGEST_SCALE = 160  # e8m0 byte (2 ** 33) up to which weights are right in compiled kernels; to 253 in interpreted ones
 
 DECODE = Blocks(tile=8, block_n=32, block_k=256, warps=2, stages=4)
 PREFILL = Blocks(tile=64, block_n=64, block_k=128, warps=4, stages=3)
@@ -76,11 +77,11 @@ mul.rn.bf16x2 $1, m1, $4;
 def _unpack_ptx(packed, scales):
     """`_unpack_plain` in PTX, with weights 2 ** -WEIGHT_SHIFT times too small so that value and scale need one multiplication.
 
-    Exact for weights down to 2 ** -100; scales above 2 ** 33 (byte 161 and more) become infinite.
+    Exact for weights down to 2 ** -100; scales above byte LARGEST_SCALE become infinite.
     """
     from jax.experimental.pallas import triton
 
-    exponent = jnp.minimum(scales.astype(jnp.int16), 161) + (126 - WEIGHT_SHIFT)
+    exponent = jnp.minimum(scales.astype(jnp.int16), LARGEST_SCALE + 1) + (126 - WEIGHT_SHIFT)
     scale = jax.lax.bitcast_convert_type(exponent << 7, jnp.bfloat16)
     result = [jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)]
     half = lambda shift: triton.elementwise_inline_asm(

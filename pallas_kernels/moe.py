@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.gpu import moe_fp4_gpu
+from pallas_kernels import gpu, tpu
 from pallas_kernels.reference import moe_fp4_reference
 from pallas_kernels.routing import Held
-from pallas_kernels.tpu import moe_fp4_tpu
 from pallas_kernels.xla import moe_fp4_xla
 
 
@@ -23,7 +22,7 @@ class Experts(NamedTuple):
     """The E experts held here. Packed FP4 with its scales, or dequantised floats with s13 = s2 = None."""
 
     w13: jax.Array  # uint8 [E, 2F, D/2] or float [E, 2F, D]; gate (w1) rows first, then up (w3)
-    s13: jax.Array | None  # uint8 [E, 2F, D/32], e8m0
+    s13: jax.Array | None  # uint8 [E, 2F, D/32], e8m0; bytes up to largest_scale(platform)
     w2: jax.Array  # uint8 [E, D, F/2] or float [E, D, F]
     s2: jax.Array | None  # uint8 [E, D, F/32]
 
@@ -31,13 +30,14 @@ class Experts(NamedTuple):
 BACKENDS = {
     "reference": moe_fp4_reference,
     "xla": moe_fp4_xla,
-    "pallas_tpu": moe_fp4_tpu,
-    "pallas_gpu": moe_fp4_gpu,
-    "pallas_tpu_interpret": functools.partial(moe_fp4_tpu, interpret=True),  # the same kernels on any platform, slowly
-    "pallas_gpu_interpret": functools.partial(moe_fp4_gpu, interpret=True),
+    "pallas_tpu": tpu.moe_fp4_tpu,
+    "pallas_gpu": gpu.moe_fp4_gpu,
+    "pallas_tpu_interpret": functools.partial(tpu.moe_fp4_tpu, interpret=True),  # the same kernels on any platform, slowly
+    "pallas_gpu_interpret": functools.partial(gpu.moe_fp4_gpu, interpret=True),
 }
 # What a packed column must be a multiple of: whole lanes of packed bytes on a TPU, whole scales in the smallest block on a GPU.
 _KERNELS = {"tpu": ("pallas_tpu", 256), "gpu": ("pallas_gpu", 32)}
+_LARGEST_SCALES = {"tpu": tpu.LARGEST_SCALE, "gpu": gpu.LARGEST_SCALE}
 
 
 def default_backend(experts: Experts, platform: str | None = None) -> str:
@@ -48,6 +48,11 @@ def default_backend(experts: Experts, platform: str | None = None) -> str:
     name, multiple = _KERNELS.get(platform or jax.default_backend(), ("xla", 1))
     fits = experts.w2.shape[1] % multiple == 0 and experts.w13.shape[1] // 2 % multiple == 0
     return name if experts.s13 is not None and fits else "xla"
+
+
+def largest_scale(platform: str) -> int:
+    """The largest e8m0 byte of packed experts that a platform's kernel computes with; 254, of all there are, on "cpu"."""
+    return _LARGEST_SCALES.get(platform, 254)
 
 
 def moe_fp4(

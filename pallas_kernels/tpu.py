@@ -28,6 +28,7 @@ DECODE_TILE = 16  # the smallest tile of bfloat16 rows
 PREFILL_TILE = 64
 BLOCK_N = 128
 VMEM_LIMIT = 16 << 20  # bytes; what the smallest of the three generations gives a kernel by default
+LARGEST_SCALE = 253  # e8m0 byte up to which weights are right: twice the scale must be a float32
 
 
 def _half_e2m1(code):
@@ -37,9 +38,14 @@ def _half_e2m1(code):
     return jax.lax.bitcast_convert_type(bits | ((code & 8) << 28), jnp.float32)
 
 
+def _doubled_scale(scales):
+    """e8m0 bytes up to LARGEST_SCALE to twice the scale in float32, so that byte 0, 2 ** -127, becomes a normal number."""
+    return jax.lax.bitcast_convert_type((scales.astype(jnp.int32) + 1) << 23, jnp.float32)
+
+
 def _products(x, packed, scales, spread):
     """x bfloat16 [2, R, K/2] by parity, packed uint8 [N, K/2], scales uint8 [N, K/32], spread [K/32, K/2] to f32 [R, N]."""
-    doubled = fp4.decode_e8m0(scales).astype(jnp.bfloat16)
+    doubled = _doubled_scale(scales).astype(jnp.bfloat16)
     doubled = jax.lax.dot_general(doubled, spread, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     byte = packed.astype(jnp.int32)
     total = None

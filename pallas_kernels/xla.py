@@ -79,11 +79,12 @@ def _fused_dot_packed(x: jax.Array, packed: jax.Array, scales: jax.Array) -> jax
     rows = packed.shape[0]
     even, odd = (x.reshape(-1, 2)[:, half].reshape(-1, TERMS, LANES) for half in (0, 1))
     codes = packed.reshape(rows, -1, TERMS, LANES)
-    doubled = fp4.decode_e8m0(scales.reshape(rows, -1, TERMS, 1))
+    scales = scales.reshape(rows, -1, TERMS, 1)
     terms = []
     for t in range(TERMS):
-        low, high = fp4.decode_e2m1(codes[:, :, t] & 15), fp4.decode_e2m1(codes[:, :, t] >> 4)
-        terms.append((low * even[:, t] + high * odd[:, t]) * 0.5 * doubled[:, :, t])
+        low, high = fp4.decode_e2m1(codes[:, :, t]), fp4.decode_e2m1(codes[:, :, t] >> 4)
+        first, second = fp4.decode_e8m0(scales[:, :, t])
+        terms.append((low * even[:, t] + high * odd[:, t]) * first * second)
     return _sum_lanes(terms)
 
 

@@ -61,15 +61,15 @@ def random_experts(rng, experts: int, width: int, inner: int) -> Experts:
 
 
 def make_call(seed: int, ids: np.ndarray, *, held: int, width: int, inner: int, first_expert: int = 0, padded=()) -> Call:
-    """A call with bfloat16-exact float32 inputs; rows in `padded` do not count and are NaN throughout."""
+    """A call with bfloat16-exact float32 inputs; rows in `padded` do not count: they are NaN, and their ids mean nothing."""
     rng = np.random.default_rng(seed)
     rows = len(ids)
     x = rng.standard_normal((rows, width)).astype(jnp.bfloat16).astype(np.float32)
     weights = rng.uniform(0.1, 1.0, ids.shape).astype(np.float32)
-    mask = np.ones(rows, bool)
+    mask, ids = np.ones(rows, bool), ids.astype(np.int32)
     for row in padded:
-        mask[row], x[row], weights[row] = False, np.nan, np.nan
-    return Call(x, ids.astype(np.int32), weights, mask, random_experts(rng, held, width, inner), first_expert)
+        mask[row], x[row], weights[row], ids[row] = False, np.nan, np.nan, -(2**31) if row % 2 else 2**31 - 1
+    return Call(x, ids, weights, mask, random_experts(rng, held, width, inner), first_expert)
 
 
 def routes(seed: int, rows: int, active: int, experts: int) -> np.ndarray:
@@ -93,5 +93,6 @@ def matrix() -> dict[str, Call]:
         "foreign experts": make_call(5, routes(5, 12, 4, 16), held=4, width=64, inner=96, first_expert=6, padded=(11,)),
         "no power of two": make_call(6, routes(6, 9, 3, 5), held=5, width=160, inner=96),
         "wide": make_call(7, routes(7, 4, 2, 3), held=3, width=768, inner=256, padded=(1,)),
+        "real width": make_call(9, routes(9, 3, 2, 2), held=2, width=4096, inner=128),
         "wide, no multiple of the lanes": make_call(8, routes(8, 3, 2, 3), held=3, width=544, inner=64),
     }

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cases import BACKENDS, make_call, routes, run
+from pallas_kernels import xla
 
 ROWS = 12
 SIZES = {"narrow": dict(held=8, width=128, inner=128), "wide": dict(held=3, width=768, inner=256)}
@@ -44,10 +45,17 @@ def test_rows_do_not_depend_on_company(name, size, activation_quant, regime):
 
 @pytest.mark.parametrize("width, inner", [(128, 128), (512, 128), (160, 96), (768, 256)])
 @pytest.mark.parametrize("rows", [2, 40, 200])
-def test_regimes_agree_on_cpu(width, inner, rows):
-    """Only the xla backend promises this, and the golden and embedded models rely on it."""
+def test_regimes_and_storages_agree_on_cpu(width, inner, rows):
+    """Only the xla backend promises this, and the golden and embedded models rely on it. Packed experts give the bits of
+    dequantised ones if they are narrow; wide ones are added in another order."""
     call = make_call(12, routes(12, rows, 2, 4), held=4, width=width, inner=inner)
-    assert np.array_equal(run("xla", call, regime="decode"), run("xla", call, regime="prefill"))
+    y, packed = run("xla", call), run("xla-packed", call)
+    assert np.array_equal(y, run("xla", call, regime="prefill"))
+    assert np.array_equal(packed, run("xla-packed", call, regime="prefill"))
+    if width <= xla.WIDEST_GEMM:
+        assert np.array_equal(y, packed)
+    else:
+        assert 0 < np.linalg.norm(y - packed) < 1e-6 * np.linalg.norm(y)
 
 
 def test_order_of_routes_is_the_order_of_additions():

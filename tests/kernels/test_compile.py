@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import os
 import re
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dspark_jax.platform import compiler_options
 from pallas_kernels import Experts, moe_fp4, tpu
 
 WIDTH, INNER, HELD, ROUTES = 4096, 2048, 64, 6
@@ -44,6 +46,15 @@ def test_lowers_for_cuda(rows):
     arguments, experts = real_call(rows)
     text = jax.jit(op("pallas_gpu", rows)).trace(*arguments, experts).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"custom_call @\S*triton", text)) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_packed_experts_are_read_in_place_on_cpu(rows):
+    """What the program needs beside its arguments is small against the packed table of 64 experts."""
+    arguments, experts = real_call(rows)
+    program = jax.jit(op("xla", rows), compiler_options=compiler_options()).lower(*arguments, experts).compile()
+    table = sum(math.prod(a.shape) for a in experts)
+    assert table > 850e6 and program.memory_analysis().temp_size_in_bytes < 0.05 * table
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import fp4
+from pallas_kernels import fp4, gpu, largest_scale, tpu, xla
 
 
 def test_low_nibble_is_the_first_column():
@@ -27,18 +27,59 @@ def test_pack_and_unpack_are_inverse():
     assert np.array_equal(np.asarray(fp4.unpack(packed)), fp4.np_unpack(packed))
 
 
+COLUMNS = 256
+
+
+def every_product(largest_scale):
+    """One row for every code under every scale: packed [N, 128], scales [N, 8], and its weight, in all columns, in float64 [N]."""
+    scale, code = (a.ravel().astype(np.uint8) for a in np.indices((largest_scale + 1, 16)))
+    magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[code & 7] * 2.0 ** (scale - 127.0)
+    repeated = lambda byte, count: np.repeat(byte[:, None], count, axis=1)
+    return repeated(17 * code, COLUMNS // 2), repeated(scale, COLUMNS // 32), np.where(code >= 8, -magnitude, magnitude)
+
+
+def assert_representable_ones_are_exact(y, exact):
+    """y float32 [N]: bit for bit where the weight is a normal float32, infinite above, and below at most the smallest of them."""
+    with np.errstate(over="ignore"):
+        expected = exact.astype(np.float32)
+    normal = (exact == 0) | (np.abs(exact) >= 2.0**-126)
+    assert np.array_equal(y[normal], expected[normal])
+    assert np.abs(y[~normal]).max() < 2.0**-126
+    assert normal.sum() > 4000 and np.isfinite(expected).sum() > 4000
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dequantise_is_exact(dtype):
-    """Every code under every scale whose products are normal numbers, bit for bit; below them zero, never NaN."""
-    packed = np.tile(np.arange(256, dtype=np.uint8), (254, 1))[:, :128]
-    packed = np.concatenate([packed, np.tile(np.arange(128, 256, dtype=np.uint8), (254, 1))], axis=1)
-    scales = np.repeat(np.arange(254, dtype=np.uint8)[:, None], 16, axis=1)
-    with np.errstate(over="ignore"):
-        expected = fp4.np_dequantise(packed, scales)
+    packed, scales, exact = every_product(254)
     y = np.asarray(jax.jit(fp4.dequantise, static_argnums=2)(packed, scales, dtype)).astype(np.float32)
-    normal = (np.abs(expected) >= 2.0**-126) & np.isfinite(expected)
-    assert np.array_equal(y[normal], expected[normal])
-    assert np.abs(y[~normal & np.isfinite(expected)]).max() < 2.0**-126
+    assert (y == y[:, :1]).all()
+    assert_representable_ones_are_exact(y[:, 0], exact)
+
+
+def test_packed_product_on_cpu_is_exact_for_every_scale():
+    packed, scales, exact = every_product(254)
+    for column in (0, 101):
+        x = (np.arange(COLUMNS) == column).astype(np.float32)
+        assert_representable_ones_are_exact(np.asarray(jax.jit(xla._fused_dot_packed)(x, packed, scales)), exact)
+
+
+def test_tpu_product_is_exact_for_every_scale_that_is_not_refused():
+    packed, scales, exact = every_product(largest_scale("tpu"))
+    for parity in (0, 1):
+        x = np.zeros((2, 1, COLUMNS // 2), jnp.bfloat16)
+        x[parity, 0, 70] = 1
+        y = np.asarray(jax.jit(tpu._products)(x, packed, scales, tpu._spread(COLUMNS)))[0]
+        # A row holds one weight throughout: where that is infinite, zero times the others is NaN.
+        assert_representable_ones_are_exact(np.where(np.isnan(y), np.copysign(np.inf, exact), y).astype(np.float32), exact)
+
+
+def test_gpu_weights_are_exact_for_every_scale_that_is_not_refused():
+    packed, scales, exact = every_product(253)
+    assert largest_scale("gpu") <= 253
+    for half in jax.jit(gpu._unpack_plain)(packed, scales.repeat(16, 1)):
+        half = np.asarray(half).astype(np.float32)
+        assert (half == half[:, :1]).all()
+        assert_representable_ones_are_exact(half[:, 0], exact)
 
 
 def test_the_smallest_scale_is_not_zero():

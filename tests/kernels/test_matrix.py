@@ -20,7 +20,8 @@ def lines(case, activation_quant):
 
 
 @pytest.mark.parametrize(
-    "case, activation_quant", [*((case, False) for case in CALLS), ("tile edges", True), ("foreign experts", True)]
+    "case, activation_quant",
+    [*((case, False) for case in CALLS), ("tile edges", True), ("foreign experts", True), ("real width", True)],
 )
 @pytest.mark.parametrize(
     "name, regime", [(n, r) for n in BACKENDS for r in ("decode", "prefill") if (n, r) != ("reference", "prefill")]
