@@ -1,4 +1,5 @@
-"""`dspark inspect DIR`: what a checkpoint holds, from its headers alone: config, parameters and bytes by part and precision.
+"""`dspark inspect DIR`: what a checkpoint holds, from its headers alone: config, parameters and bytes by part and precision; and
+how `load` would hold its routed experts on this machine (storage.py).
 
 A stored number is one parameter (a packed byte holds two); scales count as bytes of the tensor that they belong to.
 """
@@ -15,6 +16,9 @@ from typing import Any
 from checkpoints.official import OfficialCheckpoint
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import DsparkError
+from dspark_jax.layers.numerics import Numerics
+from dspark_jax.loading import dtype_name, expert_storage, make_limits
+from dspark_jax.storage import ExpertStorage
 
 # The first pattern that begins the name, after the prefix of its layer or stage, decides.
 PARTS = (("embed.", "embedding"), ("head.", "head"), ("norm.", "head"), ("hc_head_", "head"), ("main_", "main projection"),
@@ -44,6 +48,8 @@ class Summary:
     kind: the draft module that the tensor names show, as OfficialCheckpoint.kind says. config: None when it was refused.
     problem: why the checkpoint cannot be loaded, as far as config and names show it; None when nothing is wrong with them.
     files: how many hold tensors. tensors: stored tensors, scales included. parts: in the order of the forward pass.
+    expert_storage: what `load` with its defaults would choose on this machine now; None when config was refused or JAX has no
+      device.
     """
 
     path: str
@@ -53,6 +59,7 @@ class Summary:
     parts: tuple[Part, ...]
     config: ModelConfig | None
     problem: str | None
+    expert_storage: ExpertStorage | None
 
     @property
     def parameters(self) -> int:
@@ -76,6 +83,7 @@ class Summary:
         return {"path": self.path, "kind": self.kind, "files": self.files, "tensors": self.tensors, "parameters": self.parameters,
                 "bytes": self.bytes, "parts": [dataclasses.asdict(part) for part in self.parts],
                 "precisions": self.by_precision(), "problem": self.problem,
+                "expert_storage": None if self.expert_storage is None else self.expert_storage.to_dict(),
                 "config": None if self.config is None else self.config.to_dict()}
 
 
@@ -94,7 +102,16 @@ def inspect_checkpoint(path: str | Path) -> Summary:
             sizes[key] += entry.nbytes
         config, problem = _config(checkpoint)
         parts = tuple(Part(*key, parameters[key], sizes[key]) for key in sorted(sizes, key=_rank))
-        return Summary(str(path), checkpoint.kind, len(checkpoint.files), len(stored), parts, config, problem)
+        return Summary(str(path), checkpoint.kind, len(checkpoint.files), len(stored), parts, config, problem, _storage(config))
+
+
+def _storage(config: ModelConfig | None) -> ExpertStorage | None:
+    if config is None:
+        return None
+    try:
+        return expert_storage(config, Numerics(dtype_name(None)), make_limits(config))
+    except RuntimeError:  # JAX cannot have the accelerator, as another process uses it; the headers can be read all the same
+        return None
 
 
 def _config(checkpoint: OfficialCheckpoint) -> tuple[ModelConfig | None, str | None]:
@@ -141,6 +158,8 @@ def print_summary(summary: Summary) -> None:
         table.add_row("all", "", precision, f"{total['parameters']:,}", _size(total["bytes"]),
                       f"{total['bytes'] / summary.bytes:.1%}")
     console.print(table)
+    if summary.expert_storage is not None:
+        console.print(_storage_line(summary.expert_storage))
     if summary.problem is not None:
         console.print(f"cannot be loaded: {summary.problem}", style="red", markup=False)
 
@@ -152,6 +171,12 @@ def _config_line(c: ModelConfig) -> str:
             f"{c.num_attention_heads} heads of {c.head_dim}, {c.n_routed_experts} experts, {c.num_experts_per_tok} a token, "
             f"vocabulary {c.vocab_size:,}, window {c.sliding_window}; {c.n_draft_stages} draft stages, block "
             f"{c.dspark_block_size}, on layers {', '.join(map(str, c.dspark_target_layer_ids))}")
+
+
+def _storage_line(s: ExpertStorage) -> str:
+    return (f"load would hold the routed experts {s.kind} on this machine: {s.why} (the whole model needs "
+            f"{_size(s.dequantised_bytes)} dequantised, {_size(s.packed_bytes)} packed; {_size(s.available_bytes)} are available, of "
+            f"which {_size(s.limit_bytes)} may be used)")
 
 
 def _size(count: int) -> str:
@@ -168,7 +193,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds `inspect` to the command line."""
     parser = subparsers.add_parser("inspect", help="what a checkpoint holds: config, parameters and bytes by part and precision",
                                    description="Reads config.json and the tensor headers of a checkpoint directory in the "
-                                               "official layout, no tensor. Exit status 1 when it could not be loaded.")
+                                               "official layout, no tensor. Says too how load, with its defaults, would hold "
+                                               "the routed experts on this machine: on CPU dequantised where that fits into "
+                                               "the available memory, else packed (DSPARK_EXPERT_STORAGE decides instead). "
+                                               "Exit status 1 when the checkpoint could not be loaded.")
     parser.add_argument("directory", metavar="DIR", help="checkpoint directory: config.json with model.safetensors or an index")
     parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes")
     parser.set_defaults(run=run)

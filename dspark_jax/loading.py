@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -12,6 +13,8 @@ from jax.sharding import Mesh
 
 from checkpoints.official import OfficialCheckpoint
 from checkpoints.orbax_io import ConvertedCheckpoint, is_converted
+from dspark_jax import storage
+from dspark_jax.cache import new_cache
 from dspark_jax.config import ModelConfig
 from dspark_jax.drafter import Drafter
 from dspark_jax.errors import CheckpointError, ConfigError
@@ -22,7 +25,9 @@ from dspark_jax.parameters import ShapeSource, Source
 from dspark_jax.platform import fewest_rows, on_cpu
 from dspark_jax.sharding import check_mesh
 from dspark_jax.sources import ConvertedSource, LeafRecorder, OfficialSource
+from dspark_jax.storage import ExpertStorage
 
+MAX_SEQ_LEN = 4096  # unless said otherwise
 LARGEST_PREFILL_CHUNK = 128
 
 
@@ -53,6 +58,7 @@ class Model:
     """A loaded model. `module` is the Flax NNX module (`.main`, `.drafter`); the rest says how it is run.
 
     config: ModelConfig. tokenizer: tokenizers.Tokenizer or None. limits: Limits. numerics: Numerics, the mesh included.
+    expert_storage: how the routed experts are held, "dequantised" or "packed"; storage.py says how it is chosen.
     """
 
     config: ModelConfig
@@ -60,6 +66,7 @@ class Model:
     module: DSpark
     limits: Limits
     numerics: Numerics
+    expert_storage: str
 
     @property
     def mesh(self) -> Mesh:
@@ -78,9 +85,13 @@ def embedded_checkpoint() -> Path:
     return Path(checkpoints.__file__).parent / "tiny"
 
 
-def load(path=None, mesh=None, max_seq_len: int = 4096, prefill_chunk: int | None = None, dtype=None,
+def load(path=None, mesh=None, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: int | None = None, dtype=None,
          activation_quant: bool = True) -> Model:
     """Loads an official checkpoint or a converted one; both give the same bits.
+
+    Routed experts stay packed FP4 on accelerators. On CPU they are held dequantised if the model then fits in the memory that is
+    available, else packed; the environment variable DSPARK_EXPERT_STORAGE ("dequantised" or "packed") decides instead.
+    `Model.expert_storage` and `dspark inspect` say which.
 
     Args:
       path: a directory with config.json, model.safetensors (or an index and shards) and, if there is one, tokenizer.json; or what
@@ -101,8 +112,15 @@ def load(path=None, mesh=None, max_seq_len: int = 4096, prefill_chunk: int | Non
     numerics = Numerics(dtype_name(dtype), bool(activation_quant), mesh)
     check_mesh(numerics.mesh, config)
     limits = make_limits(config, max_seq_len, prefill_chunk)
-    module = DSpark(config, numerics, _source(checkpoint, config, numerics, packed_experts=not on_cpu()))
-    return Model(config, read_tokenizer(path, config), module, limits, numerics)
+    experts = expert_storage(config, numerics, limits)
+    module = DSpark(config, numerics, _source(checkpoint, config, numerics, experts.packed))
+    return Model(config, read_tokenizer(path, config), module, limits, numerics, experts.kind)
+
+
+def expert_storage(config: ModelConfig, numerics: Numerics, limits: Limits) -> ExpertStorage:
+    """How `load` holds the routed experts of this config, here and now."""
+    cache = jax.eval_shape(lambda: new_cache(config, 1, limits.max_seq_len, limits.rows, jnp.dtype(numerics.dtype)))
+    return storage.choose(functools.partial(DSpark, config, numerics), numerics, cache)
 
 
 def _source(checkpoint, config: ModelConfig, numerics: Numerics, packed_experts: bool) -> Source:
@@ -140,7 +158,7 @@ def dtype_name(dtype) -> str:
     return name
 
 
-def make_limits(config: ModelConfig, max_seq_len: int, prefill_chunk: int | None) -> Limits:
+def make_limits(config: ModelConfig, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: int | None = None) -> Limits:
     chunk = min(config.sliding_window, LARGEST_PREFILL_CHUNK) if prefill_chunk is None else prefill_chunk
     for name, value, most in (("max_seq_len", max_seq_len, MAX_POSITIONS), ("prefill_chunk", chunk, MAX_POSITIONS)):
         if not isinstance(value, (int, np.integer)) or not 1 <= value <= most:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from checkpoints import formats
 from checkpoints.official import OfficialCheckpoint
 from checkpoints.orbax_io import ConvertedCheckpoint, Leaf
@@ -12,6 +13,7 @@ from checkpoints.placing import Bounds, place
 from dspark_jax.errors import CheckpointError
 from dspark_jax.layers.numerics import Numerics
 from dspark_jax.parameters import Declaration
+from dspark_jax.platform import on_cpu, target
 from dspark_jax.sharding import parameter_sharding
 
 BLOCK_BYTES = 8 << 20  # of float32, read at a time
@@ -24,7 +26,7 @@ class StackedSource:
     """
 
     def __init__(self, numerics: Numerics, packed_experts: bool):
-        self.numerics, self.packed_experts = numerics, packed_experts
+        self.numerics, self.packed_experts, self.columns_first = numerics, packed_experts, on_cpu()
 
     def __call__(self, declared: Declaration, prefixes: tuple[str, ...]) -> jax.Array:
         shape = declared.array_shape(len(prefixes))
@@ -34,10 +36,27 @@ class StackedSource:
             out = np.empty([stop - start for start, stop in bounds], dtype)
             for i, prefix in enumerate(prefixes):
                 layer, cut = (out[i], bounds[1:]) if declared.stacked else (out, bounds)
+                if declared.columns_first:
+                    layer, cut = np.swapaxes(layer, -1, -2), declared.held(cut)
                 self.fill(layer, declared, prefix, cut)
+                if declared.part == "scale":
+                    self._check_scales(layer, declared, prefix, cut)
             return out
 
         return place(shape, parameter_sharding(self.numerics.mesh, declared, len(prefixes)), part)
+
+    def _check_scales(self, values: np.ndarray, declared: Declaration, prefix: str, bounds: Bounds) -> None:
+        """Refuses scales of packed experts that the platform's kernel cannot compute with."""
+        largest = pallas_kernels.largest_scale(target())
+        if values.max(initial=0) <= largest:
+            return
+        expert, row, column = (int(i) + start for i, (start, _) in zip(np.argwhere(values > largest)[0], bounds))
+        spec, at = next(piece for piece in declared.pieces(prefix)
+                        if piece[1][0] == expert and piece[1][1].start <= row < piece[1][1].stop)
+        byte = int(values[tuple(np.argwhere(values > largest)[0])])
+        raise CheckpointError(f"{self.checkpoint.path}: {spec.name}.scale[{row - at[1].start}, {column}] is e8m0 byte {byte}, "
+                              f"2^{byte - 127}; the kernel for {target()} takes scales up to byte {largest}. No trained model "
+                              "has such weights: the file is damaged, copy it again")
 
 
 class OfficialSource(StackedSource):
@@ -73,7 +92,7 @@ class ConvertedSource(StackedSource):
 class LeafRecorder:
     """A source of shapes that writes down what a conversion stores: every parameter of every layer, routed experts packed."""
 
-    packed_experts = True
+    packed_experts, columns_first = True, False
     dtype = jnp.bfloat16  # holds bf16 and dequantised FP8 exactly
 
     def __init__(self):
