@@ -40,7 +40,7 @@ def test_last_position_works(model, full):
 def test_block_across_the_end(model, full, left):
     """Rows of a call that stick out over the end are not valid: they write nothing and move nothing; one row more is an error."""
     tokens, logits, _, cache = full
-    before = cache.replace(position=np.array([LENGTH - left], np.int32))
+    before = cache.replace(position=cache.position - left)
     block = np.full((1, BLOCK), 7, np.int32)
     block[:, :left] = tokens[:, -left:]
     with pytest.raises(dspark.PromptError, match="rows up to position 256 do not fit into max_seq_len 256"):
