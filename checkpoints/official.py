@@ -107,10 +107,7 @@ class OfficialCheckpoint:
     @property
     def config_dict(self) -> dict[str, Any]:
         """config.json as it is; ModelConfig.from_dict makes sense of it."""
-        try:
-            return read_json(self.path)
-        except ConfigError as error:
-            raise CheckpointError(str(error)) from None
+        return read_config(self.path)
 
     def names(self) -> list[str]:
         """Stored tensor names, sorted."""
@@ -250,6 +247,14 @@ class OfficialCheckpoint:
                                   "official names (layers.0.attn.wq_a.weight ...)")
         if self.kind == "none":
             raise CheckpointError(f"{self.path}: holds no draft module (no DSpark tensors under mtp.); {needed}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory. Raises CheckpointError, as whatever is missing or damaged in it does."""
+    try:
+        return read_json(path)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def raise_checkpoint_error(path: str | Path, found: list[str]) -> None:

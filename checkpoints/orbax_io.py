@@ -25,10 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.checksum import checksum
-from checkpoints.official import LONGEST_LIST, raise_checkpoint_error
+from checkpoints.official import LONGEST_LIST, raise_checkpoint_error, read_config
 from checkpoints.placing import Bounds
-from dspark_jax.config import read_json
-from dspark_jax.errors import CheckpointError, ConfigError
+from dspark_jax.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, UNITS = "manifest.json", "units"
@@ -190,10 +189,7 @@ class ConvertedCheckpoint:
 
     @property
     def config_dict(self) -> dict[str, Any]:
-        try:
-            return read_json(self.path)
-        except ConfigError as error:
-            raise CheckpointError(str(error)) from None
+        return read_config(self.path)
 
     def leaves(self) -> dict[str, Leaf]:
         return {name: pieces[0][1].leaf for name, pieces in self._pieces.items()}
