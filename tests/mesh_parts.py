@@ -8,22 +8,13 @@ Four streams advance together through one compiled program of six rows: the thre
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
+
+import processes
 
 PROMPTS = (0, 1, 2, 1)
 DECODED = (0, 9, 24, 0)  # tokens fed after the prompt, before the golden draft case of the prompt
 WIDTH = 6
-
-
-def main(devices: int, what: str, *arguments: str) -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    import jax
-    jax.config.update("jax_num_cpu_devices", devices)
-    {"streams": streams, "generates": generates, "embedded": embedded, "refuses": refuses, "quantises": quantises,
-     "process": process}[what](*arguments)
 
 
 def compile_quickly() -> None:
@@ -31,19 +22,6 @@ def compile_quickly() -> None:
     from dspark_jax import platform
     options = {**(platform.compiler_options() or {}), "xla_backend_optimization_level": 0}
     platform.compiler_options = lambda: options
-
-
-def start(devices: int, what: str, *arguments) -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return subprocess.Popen([sys.executable, __file__, str(devices), what, *map(str, arguments)], env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def finish(running: subprocess.Popen) -> None:
-    out, _ = running.communicate(timeout=600)
-    assert running.returncode == 0, out[-6000:]
 
 
 def load(mode: str, data: int, model: int):
@@ -330,4 +308,4 @@ def process(coordinator: str, process_id: str, dies: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    processes.main(streams=streams, generates=generates, embedded=embedded, refuses=refuses, quantises=quantises, process=process)

@@ -1,30 +1,23 @@
 """Several processes: two of them with two CPU devices each do what one with four does, and one that is left alone says so."""
 
-import socket
 import time
 
 import pytest
 
 import dspark_jax as dspark
 from dspark_jax import distributed
-from mesh_parts import start
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+from processes import free_port, start
 
 
 @pytest.mark.slow
 def test_two_processes_and_the_death_of_one():
     """test_sharding.py compares one process of four devices with the same golden tokens."""
     coordinator = f"127.0.0.1:{free_port()}"
-    stays, dies = (start(2, "process", coordinator, i, 1) for i in (0, 1))
+    stays, dies = (start("mesh_parts.py", 2, "process", coordinator, i, 1) for i in (0, 1))
     try:
-        said, _ = dies.communicate(timeout=900)
+        said, complaints = dies.communicate(timeout=900)
         died = time.monotonic()
-        assert dies.returncode == 9 and "the golden tokens" in said, said[-4000:]
+        assert dies.returncode == 9 and "the golden tokens" in said, (said + complaints)[-4000:]
         said, _ = stays.communicate(timeout=60)
     finally:
         stays.kill()

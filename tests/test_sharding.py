@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec
 import dspark_jax as dspark
 from dspark_jax import sharding
 from dspark_jax.parameters import Declaration
-from mesh_parts import collectives, finish, rows_of_the_mesh, start
+from mesh_parts import collectives, rows_of_the_mesh
+from processes import finish, start
 
 CHECKS = {
     "1x4, float": ("streams", "float", "1x4"),
@@ -21,12 +22,12 @@ CHECKS = {
 
 @pytest.mark.slow
 def test_embedded_checkpoint_on_four_devices():
-    finish(start(4, "embedded", "1x4"))
+    finish(start("mesh_parts.py", 4, "embedded", "1x4"))
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_four_devices(check):
-    finish(start(4, *CHECKS[check]))
+    finish(start("mesh_parts.py", 4, *CHECKS[check]))
 
 
 def test_more_devices_than_there_are_is_refused():
