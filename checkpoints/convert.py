@@ -52,7 +52,9 @@ def convert(checkpoint: OfficialCheckpoint, target: str | Path, leaves: Iterable
     needed = sum(unit.nbytes for unit in units)
     state = {"format": FORMAT, "unit_bytes": unit_bytes, "source": fingerprint(checkpoint)}
     with _lock(target):
-        if not _begin(target, state):
+        finished = _begin(target, state)
+        _require_shared(target / (MANIFEST if finished else STATE), checkpoint, state["source"])
+        if not finished:
             left = _left(target, units)
             written = needed - sum(unit.nbytes for unit in left)
             for unit in left:
@@ -164,6 +166,20 @@ def _require_same(target: Path, held: dict[str, Any], state: dict[str, Any]) -> 
                               "remove this one to start again")
 
 
+def _require_shared(seen: Path, checkpoint: OfficialCheckpoint, source: dict[str, Any]) -> None:
+    """Every process must see the source that process 0 reads, and the file `seen` that it has in the target."""
+    if jax.process_count() == 1:
+        return
+    headers = [source["config"], *((name, file["bytes"], file["header"]) for name, file in source["files"].items())]
+    digest = np.frombuffer(hashlib.sha256(repr(headers).encode()).digest(), np.uint32)
+    if not np.array_equal(multihost_utils.broadcast_one_to_all(digest), digest):
+        raise CheckpointError(f"{checkpoint.path}: process {jax.process_index()} finds another checkpoint here than process 0; "
+                              "all processes must read the same one")
+    if not seen.exists():
+        raise CheckpointError(f"{seen.parent}: process {jax.process_index()} does not see here what process 0 wrote; the target "
+                              "must be on a file system that all processes share")
+
+
 def _left(target: Path, units: list[Unit]) -> list[Unit]:
     """The units still to be written; what was begun of them is removed. Raises CheckpointError when they will not fit."""
     done = _agreed([_checksums(target, unit) is not None for unit in units])
@@ -239,6 +255,8 @@ def _writing(target: Path) -> Iterator[None]:
     """Faults of the target's disk become one clear error. Orbax passes on TensorStore's, which are no OSErrors."""
     try:
         yield
+    except jax.errors.JaxRuntimeError:  # no fault of the disk: another process is gone, or a device is out of memory
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         existing = next(path for path in [target, *target.absolute().parents] if path.exists())
         cause = (str(error).splitlines() or [type(error).__name__])[0]

@@ -13,9 +13,10 @@ from checkpoints import convert as conversion
 from checkpoints.official import OfficialCheckpoint
 from checkpoints.orbax_io import UNIT_BYTES
 from dspark_jax.config import ModelConfig
+from dspark_jax.distributed import add_options, command_mesh, losses_explained, run_command, wanted
 from dspark_jax.errors import ConfigError
 from dspark_jax.loading import expected_tensors, record_leaves
-from dspark_jax.sharding import check_mesh, make_mesh, parse_mesh, single_device
+from dspark_jax.sharding import check_mesh, check_processes, single_device
 from dspark_jax.sources import read_official
 
 LINE_SECONDS = 10.0  # between progress lines where there is no terminal
@@ -25,15 +26,18 @@ def convert_checkpoint(source: str | Path, target: str | Path, mesh: Mesh | None
                        progress: conversion.Progress | None = None, unit_bytes: int = UNIT_BYTES) -> None:
     """Converts the official checkpoint at `source` to the directory `target`, or goes on with it where it was stopped.
 
-    mesh: the devices whose processes share the work; any mesh can load the result. None: this process's first device.
+    mesh: the devices whose processes share the work, each reading and writing what its devices hold; any mesh can load the
+      result. None: this process's first device. Several processes (`distributed.initialize`) all call this, with all devices.
     progress: called with (bytes done, bytes in all).
     unit_bytes: about what is in memory at a time; fixed when a conversion begins.
-    Raises CheckpointError and ConfigError as `load` does, before anything is written where that is possible.
+    Raises CheckpointError and ConfigError as `load` does, before anything is written where that is possible; DsparkError if
+      another process is lost. What is done by then stays done.
     """
-    with OfficialCheckpoint.open(source) as checkpoint:
+    with losses_explained(), OfficialCheckpoint.open(source) as checkpoint:
         config = ModelConfig.from_dict(checkpoint.config_dict)
         mesh = mesh or single_device()
         check_mesh(mesh, config)
+        check_processes(mesh)
         checkpoint.check(list(expected_tensors(config).values()))
         recorder = record_leaves(config)
 
@@ -49,11 +53,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "convert", help="official checkpoint to sharded Orbax, resumable; --verify checks the result",
         description="Converts an official checkpoint directory to sharded Orbax, which any mesh can load. Routed experts stay "
                     "packed FP4, dense weights become bfloat16 (exact). A conversion that was stopped goes on when the command "
-                    "is repeated. With --verify, TARGET alone is given: its arrays are read and compared with the checksums of "
-                    "what was converted.")
+                    "is repeated. Processes that run together need SOURCE and TARGET on a file system that they share. With "
+                    "--verify, TARGET alone is given: its arrays are read and compared with the checksums of what was converted.")
     parser.add_argument("paths", metavar="SOURCE TARGET", nargs="+", help="official checkpoint directory; directory to write")
     parser.add_argument("--verify", action="store_true", help="read a converted checkpoint and compare checksums")
-    parser.add_argument("--mesh", default="1x1", metavar="DATAxMODEL", help="devices that share the work (default 1x1)")
+    parser.add_argument("--mesh", metavar="DATAxMODEL", help="devices that share the work (default: one; with several processes "
+                        "1xALL)")
+    add_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     parser.set_defaults(run=run)
     return parser
@@ -63,11 +69,17 @@ def run(args: argparse.Namespace) -> int:
     """`dspark convert`. Returns the exit status."""
     if len(args.paths) != (1 if args.verify else 2):
         raise ConfigError("give SOURCE and TARGET, or --verify and TARGET")
-    with _Progress("verified" if args.verify else "converted", args.quiet) as progress:
+    if args.verify and wanted(args):
+        raise ConfigError("--verify is the work of one process; leave --coordinator out")
+    return run_command(args, _run)
+
+
+def _run(args: argparse.Namespace, speaks: bool) -> int:
+    with _Progress("verified" if args.verify else "converted", args.quiet or not speaks) as progress:
         if args.verify:
             count = conversion.verify(args.paths[0], progress)
         else:
-            convert_checkpoint(*args.paths, mesh=make_mesh(*parse_mesh(args.mesh)), progress=progress)
+            convert_checkpoint(*args.paths, mesh=command_mesh(args.mesh), progress=progress)
     if args.verify:
         print(f"{args.paths[0]}: {count:,} bytes as recorded when they were converted")
     return 0

@@ -5,14 +5,17 @@ all of them.
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
-from typing import Iterator, NoReturn
+from typing import Callable, Iterator, NoReturn
 
 import jax
+from jax.sharding import Mesh
 
-from dspark_jax.errors import ConfigError, DsparkError
+from dspark_jax.errors import ConfigError, DsparkError, PromptError
+from dspark_jax.sharding import check_processes, make_mesh, parse_mesh
 
 # Seconds. A process that ended, or cannot be reached, for so long ends the others: without it they would wait for it for ever.
 HEARTBEAT_TIMEOUT = 30
@@ -62,9 +65,48 @@ def check_arguments(coordinator, process_id, num_processes) -> None:
                           f"{num_processes - 1}")
 
 
-def speaks() -> bool:
-    """Whether this process is the one that prints results: process 0."""
-    return jax.process_index() == 0
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that several processes can run together."""
+    add = parser.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="run together with other processes, started alike: the address of process 0, "
+        "or `auto` for what the cluster says; process 0 prints")
+    add("--process-id", type=int, metavar="I", help="number of this process, from 0")
+    add("--num-processes", type=int, metavar="N", help="how many processes there are")
+
+
+def wanted(args: argparse.Namespace) -> bool:
+    """Whether the options of `add_options` ask for several processes."""
+    return not args.coordinator is args.process_id is args.num_processes is None
+
+
+def run_command(args: argparse.Namespace, work: Callable[[argparse.Namespace, bool], int]) -> int:
+    """work(args, speaks) of one process or, where the options ask for several, after joining them. Returns the exit status.
+
+    speaks: whether this process is the one that prints results, process 0.
+    """
+    if not wanted(args):
+        return work(args, True)
+    joining = None if args.coordinator == "auto" else args.coordinator, args.process_id, args.num_processes
+    check_arguments(*joining)
+    keep_stdout()
+    initialize(*joining)
+    try:
+        return work(args, jax.process_index() == 0)
+    except DsparkError as error:
+        print(f"dspark {args.command}: {error}", file=sys.stderr)
+        leave(2 if isinstance(error, (ConfigError, PromptError)) else 1)
+
+
+def command_mesh(text: str | None) -> Mesh | None:
+    """The mesh that a command's option names, such as "1x4". Without it: None, one device; with several processes 1xALL.
+
+    Raises ConfigError for a mesh that cannot be, or in which a process has no device.
+    """
+    if text is None and jax.process_count() == 1:
+        return None
+    mesh = make_mesh(*((1, jax.device_count()) if text is None else parse_mesh(text)))
+    check_processes(mesh)
+    return mesh
 
 
 def keep_stdout() -> None:

@@ -11,7 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-from dspark_jax.errors import ConfigError, DsparkError, PromptError
+from dspark_jax.distributed import add_options, command_mesh, run_command, wanted
+from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.gate import GateConfig
 from dspark_jax.round import MODES
 
@@ -35,10 +36,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of sampling; without effect while decoding is greedy (default %(default)s)")
     add("--mesh", metavar="DATAxMODEL", help="devices to cut the model over, such as 1x4 (default: one device; with several "
         "processes 1xALL)")
-    add("--coordinator", metavar="HOST:PORT", help="run together with other processes, started alike: the address of process 0, "
-        "or `auto` for what the cluster says; process 0 prints")
-    add("--process-id", type=int, metavar="I", help="number of this process, from 0")
-    add("--num-processes", type=int, metavar="N", help="how many processes there are")
+    add_options(parser)
     add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: float32 on CPU, bfloat16 elsewhere)")
     add("--no-activation-quant", action="store_true", help="do not simulate the activation quantisation the model was trained with")
     add("--record", metavar="FILE", help="write the rounds for `dspark replay`; needs the gate off and a speculative mode")
@@ -49,27 +47,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
-    if args.coordinator is args.process_id is args.num_processes is None:
-        return _run(args, speaks=True)
-    if args.record:
+    if args.record and wanted(args):
         raise ConfigError("--record measures what one process costs; leave --coordinator out")
-    from dspark_jax import distributed
-    distributed.keep_stdout()
-    distributed.initialize(None if args.coordinator == "auto" else args.coordinator, args.process_id, args.num_processes)
-    try:
-        return _run(args, distributed.speaks())
-    except DsparkError as error:
-        print(f"dspark generate: {error}", file=sys.stderr)
-        distributed.leave(2 if isinstance(error, (ConfigError, PromptError)) else 1)
-
-
-def _mesh(args: argparse.Namespace):
-    """None: one device."""
-    import jax
-    from dspark_jax.sharding import make_mesh, parse_mesh
-    if args.mesh:
-        return make_mesh(*parse_mesh(args.mesh))
-    return make_mesh(1, jax.device_count()) if jax.process_count() > 1 else None
+    return run_command(args, _run)
 
 
 def _run(args: argparse.Namespace, speaks: bool) -> int:
@@ -81,7 +61,7 @@ def _run(args: argparse.Namespace, speaks: bool) -> int:
         raise ConfigError(f"--record {args.record}: {Path(args.record).parent} is not a directory")
     prompt = _read_prompt(args)
     import dspark_jax as dspark
-    model = dspark.load(args.checkpoint, _mesh(args), max_seq_len=args.max_seq_len, dtype=args.dtype,
+    model = dspark.load(args.checkpoint, command_mesh(args.mesh), max_seq_len=args.max_seq_len, dtype=args.dtype,
                         activation_quant=not args.no_activation_quant)
     options = dict(max_new_tokens=args.max_new_tokens, mode=args.mode, gate=gate, temperature=args.temperature, top_p=args.top_p,
                    seed=args.seed, stop_token_ids=_stop_ids(model, args.stop))

@@ -89,9 +89,18 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
         raise ConfigError(f"mesh: the model axis has {shards} devices, over which these do not divide: {', '.join(wrong)}")
 
 
+def check_processes(mesh: Mesh) -> None:
+    """Raises ConfigError, in all of the processes that run together alike, where one of them has no device in the mesh."""
+    idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        raise ConfigError(f"mesh: {mesh.shape[DATA]}x{mesh.shape[MODEL]} has no device of process {', '.join(map(str, sorted(idle)))}; "
+                          f"there are {jax.device_count()} devices in {jax.process_count()} processes, use all of them")
+
+
 def parameter_spec(declared) -> PartitionSpec:
     """How the array of a parameters.Declaration is cut; the leading axis of stacked layers is not."""
-    axes = [RULES.get(axis) for axis in ((None, *declared.axes) if declared.stacked else declared.axes)]
+    axes = declared.held(declared.axes)
+    axes = [RULES.get(axis) for axis in ((None, *axes) if declared.stacked else axes)]
     # One spelling for each way of cutting: jit takes P() and P(None) for different arguments.
     while axes and axes[-1] is None:
         axes.pop()

@@ -6,32 +6,20 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+import processes
 
 UNIT_BYTES = 600_000  # experts of a layer (1.6 MB) are split, everything else is not
 
 
-def main(devices: int, what: str, *arguments: str) -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    import jax
-    jax.config.update("jax_num_cpu_devices", devices)
-    {"meshes": meshes, "die": die, "memory": memory, "process": process}[what](*arguments)
+def start(devices: int, what: str, *arguments):
+    return processes.start("convert_parts.py", devices, what, *arguments)
 
 
-def start(devices: int, what: str, *arguments) -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return subprocess.Popen([sys.executable, __file__, str(devices), what, *map(str, arguments)], env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def result(running: subprocess.Popen, status: int = 0) -> dict:
+def result(running, status: int = 0) -> dict:
     """What the process printed last, as JSON."""
-    out, err = running.communicate(timeout=300)
-    assert running.returncode == status, err[-4000:]
+    out = processes.finish(running, status)
     return json.loads(out.splitlines()[-1]) if status == 0 else {}
 
 
@@ -161,14 +149,17 @@ def peak(reset: bool = False) -> int:
     return int(lines["VmHWM"].split()[0]) * 1024
 
 
-def process(source, target, port: str, index: str) -> None:
-    """One of two processes with 2 devices each that convert together; prints the bytes that it read of routed experts' codes."""
-    import jax
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, int(index))
+def process(source, target, port: str, index: str, dies: str = "") -> None:
+    """`dspark convert` as one of two processes with 2 devices each; prints the bytes that it read of routed experts' codes.
+
+    dies: "PROCESS:COUNT", which process kills itself at the beginning of which unit, counted from 1.
+    """
+    import functools
+    import signal
+    import sys
+    from checkpoints import convert
     from checkpoints.safetensors_file import SafetensorsFile
-    from dspark_jax.convert_command import convert_checkpoint
-    from dspark_jax.sharding import make_mesh
+    from dspark_jax import cli, convert_command
     read, sizes = SafetensorsFile.read, []
 
     def counted(self, name, rows, columns):
@@ -176,10 +167,20 @@ def process(source, target, port: str, index: str) -> None:
         sizes.append(values.nbytes if ".experts." in name and name.endswith(".weight") else 0)
         return values
 
-    SafetensorsFile.read = counted
-    convert_checkpoint(source, target, mesh=make_mesh(1, 4), unit_bytes=UNIT_BYTES)
+    write, units = convert.write_unit, iter(range(1, 1000))
+
+    def dying(*arguments):
+        if dies == f"{index}:{next(units)}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*arguments)
+
+    SafetensorsFile.read, convert.write_unit = counted, dying
+    convert_command.convert_checkpoint = functools.partial(convert_command.convert_checkpoint, unit_bytes=UNIT_BYTES)
+    status = cli.main(["convert", source, target, "--coordinator", f"localhost:{port}", "--process-id", index, "--num-processes",
+                       "2"])
     print(json.dumps({"experts": sum(sizes)}))
+    sys.exit(status)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    processes.main(meshes=meshes, die=die, memory=memory, process=process)

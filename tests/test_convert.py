@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shutil
-import socket
 
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from dspark_jax import convert_command
 from dspark_jax.convert_command import convert_checkpoint
 from dspark_jax.errors import CheckpointError, ConfigError
 from official_files import edit_header
+from processes import free_port
 
 SHARD = "model-00004-of-00010.safetensors"
 
@@ -93,15 +93,45 @@ def test_loads_like_the_official_directory(source, converted):
 
 
 def test_two_processes_read_halves_and_write_the_same(source, held, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    both = [parts.start(2, "process", source, tmp_path / "new", port, index) for index in range(2)]
-    first, second = (parts.result(running)["experts"] for running in both)
+    first, second = (parts.result(running)["experts"] for running in two_processes(source, tmp_path / "new"))
     stored = sum(len(data) for name, (_, _, data) in held.items() if ".experts." in name and name.endswith(".packed"))
     assert first == second == stored // 2
     assert parts.contents(tmp_path / "new") == held
     conversion.verify(tmp_path / "new")
+
+
+def two_processes(source, target, dies=""):
+    port = free_port()
+    return [parts.start(2, "process", source, target, port, index, dies) for index in range(2)]
+
+
+def test_one_of_two_processes_dies_and_one_process_goes_on(source, held, tmp_path):
+    """Process 0, which the other one needs most, in its fourth unit: three are done."""
+    dies, stays = two_processes(source, tmp_path / "new", dies="0:4")
+    dies.communicate(timeout=300)
+    _, said = stays.communicate(timeout=60)
+    assert (dies.returncode, stays.returncode) == (-9, 1)
+    assert "dspark convert: process 1 lost another one of the 2 processes" in said and "Traceback" not in said
+    assert len(list((tmp_path / "new" / UNITS).glob("*.done"))) == 3
+    seen = []
+    convert(source, tmp_path / "new", progress=lambda *done: seen.append(done))
+    assert seen[0][0] > 0 and parts.contents(tmp_path / "new") == held
+
+
+@pytest.mark.parametrize("fault, message", [("source", "process 0 finds another checkpoint here than process 0"),
+                                            ("target", "process 0 does not see here what process 0 wrote")])
+def test_processes_must_see_the_same_files(source, tmp_path, monkeypatch, fault, message):
+    """What process 0 broadcasts, or its file, is not what is seen here."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(conversion.multihost_utils, "broadcast_one_to_all", lambda digest: digest + (fault == "source"))
+    (tmp_path / "there").write_text("")
+    with OfficialCheckpoint.open(source) as checkpoint:
+        seen, found = tmp_path / "there", conversion.fingerprint(checkpoint)
+        if fault == "target":
+            conversion._require_shared(seen, checkpoint, found)
+            seen = tmp_path / "elsewhere"
+        with pytest.raises(CheckpointError, match=message):
+            conversion._require_shared(seen, checkpoint, found)
 
 
 def test_memory_is_bounded(source, tmp_path):
@@ -360,6 +390,8 @@ def test_command(source, tmp_path, capsys, monkeypatch):
     flip(tmp_path / "new")
     with pytest.raises(CheckpointError, match="does not hold what was written"):
         command("--verify", "--quiet", tmp_path / "new")
-    for wrong in ([source], [source, tmp_path, tmp_path], ["--verify", source, tmp_path], [source, tmp_path, "--mesh", "1x64"]):
+    for wrong in ([source], [source, tmp_path, tmp_path], ["--verify", source, tmp_path], [source, tmp_path, "--mesh", "1x64"],
+                  [source, tmp_path, "--process-id", 1], [source, tmp_path, "--coordinator", "here", "--process-id", 0,
+                                                          "--num-processes", 2], ["--verify", tmp_path, "--coordinator", "auto"]):
         with pytest.raises(ConfigError):
             command(*wrong)
