@@ -144,9 +144,9 @@ def expert_arrays(primitives, packed: bool) -> pallas_kernels.Experts:
 def test_fp4_expert(primitives, packed, regime, mode):
     x, expected = primitives["fp4_expert.x"], primitives[f"fp4_expert.y_{mode}"]
     weights, ids, mask = primitives["fp4_expert.route_weight"][:, None], np.zeros((5, 1), np.int32), np.ones(5, bool)
-    y = pallas_kernels.moe_fp4(
-        x, ids, weights, mask, expert_arrays(primitives, packed),
-        swiglu_limit=float(primitives["fp4_expert.swiglu_limit"][0]), activation_quant=mode == "reference", regime=regime)
+    moe = jax.jit(pallas_kernels.moe_fp4, static_argnames=("swiglu_limit", "activation_quant", "regime"))
+    y = moe(x, ids, weights, mask, expert_arrays(primitives, packed),
+            swiglu_limit=float(primitives["fp4_expert.swiglu_limit"][0]), activation_quant=mode == "reference", regime=regime)
     other = primitives[f"fp4_expert.y_{'float' if mode == 'reference' else 'reference'}"]
     tolerance = 2e-6 * np.abs(expected).max()
     assert max_error(y, expected) < tolerance < max_error(y, other) / 100
@@ -192,7 +192,7 @@ def hyper_connection_with(primitives, case: str) -> tuple[HyperConnection, tuple
 @pytest.mark.parametrize("case", ["it20", "it3"])
 def test_sinkhorn(primitives, case):
     layer, streams = hyper_connection_with(primitives, case)
-    pre, post, mix = layer.weights(streams)
+    pre, post, mix = jax.jit(layer.weights)(streams)
     assert max_error(pre[:, 0].T, primitives[f"sinkhorn.{case}.pre"]) < 2e-6
     assert max_error(post[:, 0].T, primitives[f"sinkhorn.{case}.post"]) < 2e-6
     comb = np.moveaxis(mix[:, :, 0], 2, 0)
@@ -203,13 +203,13 @@ def test_sinkhorn(primitives, case):
 def test_sinkhorn_counts_iterations(primitives):
     layer, streams = hyper_connection_with(primitives, "it3")
     layer.iterations = 4
-    assert max_error(np.moveaxis(layer.weights(streams)[2][:, :, 0], 2, 0), primitives["sinkhorn.it3.comb"]) > 1e-5
+    assert max_error(np.moveaxis(jax.jit(layer.weights)(streams)[2][:, :, 0], 2, 0), primitives["sinkhorn.it3.comb"]) > 1e-5
 
 
 def test_sinkhorn_columns_sum_to_one():
     """The last operation normalises columns, so that the new streams are averages of the old ones."""
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4, 7)) * 3, jnp.float32)
-    mix = hyper_connection.sinkhorn(scores, 20, 1e-6)
+    mix = jax.jit(hyper_connection.sinkhorn, static_argnums=(1, 2))(scores, 20, 1e-6)
     assert max_error(mix.sum(0), np.ones((4, 7))) < 1e-5
 
 
@@ -231,15 +231,20 @@ def test_sink_attention(primitives):
     q, keys, sink = (primitives[f"sink_attn.{name}"] for name in ("q", "kv", "sink"))
     index = primitives["sink_attn.idx"]
     visible = np.stack([np.isin(np.arange(keys.shape[0]), row[row >= 0]) for row in index])[None]
-    q = jnp.asarray(q[None])
-    whole = finish(absorb(start(jnp.asarray(sink), q), q, jnp.asarray(keys[None]), visible), "float32")
-    assert max_error(whole[0], primitives["sink_attn.out"]) < 1e-6
-    halves = start(jnp.asarray(sink), q)
-    for part in (slice(3, None), slice(0, 3)):
-        halves = absorb(halves, q, jnp.asarray(keys[None, part]), visible[..., part])
-    assert max_error(finish(halves, "float32")[0], primitives["sink_attn.out"]) < 1e-6
-    without = absorb(start(jnp.full_like(sink, -1e9), q), q, jnp.asarray(keys[None]), visible)
-    assert max_error(finish(without, "float32")[0], primitives["sink_attn.out"]) > 1e-3
+    keys = keys[None]
+
+    @jax.jit
+    def attend(sink, *blocks):
+        """Blocks of keys, each with what is visible of it, one after another."""
+        running = start(sink, q[None])
+        for block, seen in blocks:
+            running = absorb(running, q[None], block, seen)
+        return finish(running, "float32")[0]
+
+    halves = [(keys[:, part], visible[..., part]) for part in (slice(3, None), slice(0, 3))]
+    for blocks in ([(keys, visible)], halves):
+        assert max_error(attend(sink, *blocks), primitives["sink_attn.out"]) < 1e-6
+    assert max_error(attend(np.full_like(sink, -1e9), (keys, visible)), primitives["sink_attn.out"]) > 1e-3
 
 
 # Rotary positions
