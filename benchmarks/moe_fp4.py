@@ -1,14 +1,18 @@
 """One layer's routed experts at real sizes on CPU: D 4096, F 2048, 6 routes, 64 experts (one device's share of 256).
 
-    python benchmarks/moe_fp4.py [--experts 64] [--rows 1 6 64] [--repeats 5] [--skip dequantised reference torch]
+    python benchmarks/moe_fp4.py [--experts 64] [--rows 1 6 64] [--repeats 5] [--skip dequantised packed einsum torch]
 
 For each number of rows, the best time of
-    dequantised   backend "xla", experts held as float32 (6.4 GB at 64 experts)
-    packed        backend "xla", experts held as FP4 (0.9 GB), with the extra memory of its program
-    reference     dequantise the experts of every pair, then einsum; one row only, as it gathers 100 MB for each pair
-    torch         transformers' DeepseekV4Experts in bfloat16, where torch and transformers are installed (they need not be)
-beside the bandwidth bound: bytes of the experts that are active, over the rate of a large copy (bytes read plus written).
-Processor time is printed next to wall time, because the two differ on a busy machine.
+    dequantised   the op, backend "xla", experts held as float32 (6.4 GB at 64 experts)
+    packed        the op, backend "xla", experts held as FP4 (0.9 GB)
+    einsum        the active experts, dequantised and then multiplied by einsum; up to 6 rows, more would take the whole layer
+    torch         transformers' DeepseekV4Experts in bfloat16 (3.2 GB), where torch and transformers are installed
+beside the bandwidth bound of each way of holding the experts: bytes of the active ones over the rate of a large copy (bytes read
+plus written). "einsum /" is how many times as long the einsum takes. "extra" is what the packed op's program needs beside its
+arguments and result, in percent of the packed table. The table comes last, first in wall time, then in processor time (of all
+threads), because the two differ on a busy machine. Outputs are compared before anything is timed.
+
+Takes 11 GB of memory and, on two idle cores, about two minutes.
 """
 
 import argparse
@@ -22,28 +26,32 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 WIDTH, INNER, ROUTES, LIMIT = 4096, 2048, 6, 10.0
+PARAMETERS = 3 * WIDTH * INNER  # of one expert
+BYTES = {"dequantised": 4 * PARAMETERS, "packed": PARAMETERS * (1 / 2 + 1 / 32), "torch": 2 * PARAMETERS}  # of one expert
+MOST_EINSUM_ROWS = 6
+SECONDS = 12.0  # after which a measurement is not repeated
 
 
 def best(call, repeats):
-    """(wall, processor) milliseconds of the fastest of `repeats` calls, after one that does not count."""
+    """(wall, processor) milliseconds, each the least of `repeats` calls, after one that does not count."""
     call()
-    times = []
-    for _ in range(repeats):
+    times, began = [], time.perf_counter()
+    while len(times) < repeats and (not times or time.perf_counter() - began < SECONDS):
         wall, processor = time.perf_counter(), time.process_time()
         call()
         times.append((time.perf_counter() - wall, time.process_time() - processor))
-    return tuple(1e3 * t for t in min(times))
+    return tuple(1e3 * min(column) for column in zip(*times))
 
 
 def batch(rows, experts):
     rng = np.random.default_rng(rows)
     ids = np.stack([rng.permutation(experts)[:ROUTES] for _ in range(rows)]).astype(np.int32)
-    return (
-        rng.standard_normal((rows, WIDTH)).astype(np.float32),
-        ids,
-        rng.random((rows, ROUTES)).astype(np.float32),
-        np.ones(rows, bool),
-    )
+    x, weights = rng.standard_normal((rows, WIDTH)).astype(np.float32), rng.random((rows, ROUTES)).astype(np.float32)
+    return x, ids, weights, np.ones(rows, bool)
+
+
+def active_experts(rows, experts):
+    return np.unique(batch(rows, experts)[1])
 
 
 def copy_rate(megabytes=1024):
@@ -79,51 +87,113 @@ def dequantised(packed):
     return Experts(table(packed.w13, packed.s13), None, table(packed.w2, packed.s2), None)
 
 
-def measure(experts, arguments, backend, repeats):
-    """((wall, processor) ms, temporary bytes of the program) of the op."""
+def op(*arguments):
+    """The program of the op as the library compiles it."""
     import jax
 
     from dspark_jax.platform import compiler_options
     from pallas_kernels import moe_fp4
 
-    op = jax.jit(
-        functools.partial(moe_fp4, swiglu_limit=LIMIT, regime="decode", backend=backend), compiler_options=compiler_options()
-    )
-    program = op.lower(*arguments, experts).compile()
-    times = best(lambda: jax.block_until_ready(program(*arguments, experts)), repeats)
-    return times, program.memory_analysis().temp_size_in_bytes
+    function = functools.partial(moe_fp4, swiglu_limit=LIMIT, regime="decode", backend="xla")
+    return jax.jit(function, compiler_options=compiler_options()).lower(*arguments).compile()
 
 
-def torch_experts(experts, rows, repeats):
+def einsum_of_active(x, routed, w13, s13, w2, s2):
+    """x [T, D], routed [T, n] (a row's weight of each of the n active experts, else zero), the packed tables of these experts."""
+    import jax.numpy as jnp
+
+    from pallas_kernels import fp4
+    from pallas_kernels.expert import gated
+
+    dot = functools.partial(jnp.einsum, precision="highest")
+    gate, up = jnp.split(dot("td,efd->tef", x, fp4.dequantise(w13, s13)), 2, axis=-1)
+    return dot("tef,edf->td", gated(gate, up, routed[..., None], LIMIT), fp4.dequantise(w2, s2))
+
+
+def einsum_arguments(rows, packed):
+    x, ids, weights, _ = batch(rows, packed.w13.shape[0])
+    active = np.unique(ids)
+    routed = np.zeros((rows, len(active)), np.float32)
+    np.put_along_axis(routed, np.searchsorted(active, ids), weights, axis=1)
+    return x, routed, *(table[active] for table in packed)
+
+
+def torch_times(options):
     """{rows: (wall, processor) ms} of transformers' experts in bfloat16, or None where it is not installed."""
     try:
         import torch
         from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
     except ImportError as missing:
-        print(f"torch: not measured ({missing})")
+        print(f"torch: not measured ({missing}); pip install -e '.[parity]' has it")
         return None
     from types import SimpleNamespace
 
-    config = SimpleNamespace(
-        num_local_experts=experts,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        hidden_act="silu",
-        swiglu_limit=LIMIT,
-        _experts_implementation="eager",
-    )
+    sizes = dict(num_local_experts=options.experts, hidden_size=WIDTH, intermediate_size=INNER)
+    config = SimpleNamespace(**sizes, hidden_act="silu", swiglu_limit=LIMIT, _experts_implementation="eager")
     torch.manual_seed(0)
-    layer = DeepseekV4Experts(config).to(torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    layer = DeepseekV4Experts(config)
     times = {}
     with torch.no_grad():
-        layer.gate_up_proj.normal_(std=0.02)
-        layer.down_proj.normal_(std=0.02)
-        for count in rows:
-            x, ids, weights, _ = batch(count, experts)
+        for table in (layer.gate_up_proj, layer.down_proj):
+            table.copy_(torch.randn(table.shape[1:]) * 0.02)  # one expert's values are as good as another's
+        for rows in options.rows:
+            x, ids, weights, _ = batch(rows, options.experts)
             arguments = torch.from_numpy(x).bfloat16(), torch.from_numpy(ids).long(), torch.from_numpy(weights).bfloat16()
-            times[count] = best(lambda: layer(*arguments), repeats)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {experts} experts in bfloat16")
+            times[rows] = best(lambda: layer(*arguments), options.repeats)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.experts} experts in bfloat16", flush=True)
     return times
+
+
+def jax_times(kinds, options):
+    """{kind: {rows: (wall, processor) ms}} and {rows: the packed op's extra memory in percent}."""
+    import jax
+
+    packed = packed_experts(options.experts)
+    size = sum(a.nbytes for a in packed)
+    print(f"jax {jax.__version__} on {jax.default_backend()}, packed table {size / 1e6:.0f} MB", flush=True)
+    times, extra, outputs = {kind: {} for kind in kinds}, {}, {}
+    for kind in kinds:  # dequantised last: its table is large
+        table = dequantised(packed) if kind == "dequantised" else packed
+        for rows in options.rows if kind != "einsum" else (r for r in options.rows if r <= MOST_EINSUM_ROWS):
+            if kind == "einsum":
+                arguments = einsum_arguments(rows, packed)
+                program = jax.jit(einsum_of_active).lower(*arguments).compile()
+            else:
+                arguments = (*batch(rows, options.experts), table)
+                program = op(*arguments)
+            compare(outputs, rows, kind, program(*arguments))
+            times[kind][rows] = best(lambda: jax.block_until_ready(program(*arguments)), options.repeats)
+            if kind == "packed":
+                extra[rows] = 100 * program.memory_analysis().temp_size_in_bytes / size
+            print(f"  {kind}, {rows} rows: {times[kind][rows][0]:.1f} ms", flush=True)
+    return times, extra
+
+
+def compare(outputs, rows, kind, y):
+    """Every way must give the same numbers, to float32 rounding."""
+    y = np.asarray(y, np.float64)
+    first, expected = outputs.setdefault(rows, (kind, y))
+    deviation = np.linalg.norm(y - expected) / np.linalg.norm(expected)
+    if not deviation < 1e-5:
+        raise SystemExit(f"{kind} and {first}, {rows} rows: outputs differ by {deviation:.1e} (relative l2)")
+
+
+def report(times, extra, options, rate):
+    """One line for each number of rows and clock."""
+    kinds, bounds = list(times), [kind for kind in BYTES if kind in times]
+    heads = [f"{kind} ms" for kind in kinds] + [f"bound of {kind}" for kind in bounds]
+    heads += [f"einsum / {kind}" for kind in bounds] + ["extra"]
+    print(f"\n{'':9} {'rows':>4} {'experts':>7}  " + "  ".join(heads))
+    for clock, name in enumerate(("wall", "processor")):
+        for rows in options.rows:
+            count = len(active_experts(rows, options.experts))
+            time_of = {kind: times[kind][rows][clock] for kind in kinds if rows in times[kind]}
+            cells = [f"{time_of[kind]:.1f}" if kind in time_of else "-" for kind in kinds]
+            cells += [f"{BYTES[kind] * count / rate:.1f}" for kind in bounds]
+            ratio = lambda kind: f"{time_of['einsum'] / time_of[kind]:.1f}" if {"einsum", kind} <= time_of.keys() else "-"
+            cells += [ratio(kind) for kind in bounds] + [f"{extra[rows]:.1f}%" if rows in extra else "-"]
+            print(f"{name:9} {rows:4} {count:7}  " + "  ".join(cell.rjust(len(head)) for cell, head in zip(cells, heads)))
 
 
 def main():
@@ -131,52 +201,15 @@ def main():
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 6, 64])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--skip", nargs="*", default=[], choices=["dequantised", "packed", "reference", "torch"])
+    parser.add_argument("--skip", nargs="*", default=[], choices=["dequantised", "packed", "einsum", "torch"])
     options = parser.parse_args()
 
     rate = copy_rate()
-    print(f"copy: {rate / 1e6:.1f} GB/s read plus written")
-    columns = {}
-    if "torch" not in options.skip and (times := torch_experts(options.experts, options.rows, options.repeats)):
-        columns["torch"] = times
-    held = [kind for kind in ("packed", "reference", "dequantised") if kind not in options.skip]
-    if held:
-        columns |= jax_columns(held, options)
-    active = {rows: len(np.unique(batch(rows, options.experts)[1])) for rows in options.rows}
-    report(columns, active, rate)
-
-
-def jax_columns(kinds, options):
-    import jax
-
-    print(f"jax {jax.__version__} on {jax.default_backend()}")
-    columns = {kind: {} for kind in kinds}
-    packed = packed_experts(options.experts)
-    size = sum(a.nbytes for a in packed)
-    for kind in kinds:
-        table = dequantised(packed) if kind == "dequantised" else packed
-        for rows in options.rows if kind != "reference" else [1]:
-            backend = "reference" if kind == "reference" else "xla"
-            columns[kind][rows], temporary = measure(table, batch(rows, options.experts), backend, options.repeats)
-            print(f"{kind}, {rows} rows: temporary {temporary / 1e6:.1f} MB, {temporary / size:.1%} of the packed table")
-    return columns
-
-
-def report(columns, active, rate):
-    parameters = 3 * WIDTH * INNER
-    bytes_each = {"dequantised": 4 * parameters, "packed": parameters * (1 / 2 + 1 / 32), "torch": 2 * parameters}
-    print(f"\n{'rows':>4} {'experts':>7}" + "".join(f" {kind + ' ms (cpu)':>22} {'of bound':>8}" for kind in columns))
-    for rows, count in active.items():
-        line = f"{rows:4} {count:7}"
-        for kind, times in columns.items():
-            if rows not in times:
-                line += f" {'-':>22} {'-':>8}"
-                continue
-            wall, processor = times[rows]
-            share = f"{bytes_each[kind] * count / rate / wall:.0%}" if kind in bytes_each else "-"
-            line += f" {f'{wall:.1f} ({processor:.1f})':>22} {share:>8}"
-        print(line)
-    print("of bound: the time that the active experts' bytes take at the copy's rate, over the time taken")
+    print(f"copy: {rate / 1e6:.1f} GB/s read plus written", flush=True)
+    with_torch = None if "torch" in options.skip else torch_times(options)
+    times, extra = jax_times([kind for kind in ("packed", "einsum", "dequantised") if kind not in options.skip], options)
+    times = {kind: times[kind] for kind in ("dequantised", "packed", "einsum") if kind in times}
+    report({**times, **({"torch": with_torch} if with_torch else {})}, extra, options, rate)
 
 
 if __name__ == "__main__":
