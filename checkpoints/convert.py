@@ -220,7 +220,7 @@ def _finish(target: Path, checkpoint: OfficialCheckpoint, state: dict[str, Any],
                 if (checkpoint.path / name).exists():
                     _write_bytes(target / name, (checkpoint.path / name).read_bytes())
             described = [describe(unit, _checksums(target, unit)) for unit in units]
-            _write_json(target / MANIFEST, {**state, "units": described})
+            _write_json(target / MANIFEST, {**state, "source_path": str(checkpoint.path.absolute()), "units": described})
             _remove_traces(target)
     _together("dspark_convert_finish")
 

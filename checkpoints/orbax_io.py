@@ -1,7 +1,8 @@
 """A converted checkpoint: a directory of Orbax checkpoints that any mesh can load, whatever mesh wrote it.
 
     config.json, tokenizer.json   as in the official checkpoint
-    manifest.json                 which unit holds what, with checksums; written last: a directory without it is not a checkpoint
+    manifest.json                 what was converted, and which unit holds what, with checksums; written last: a directory without
+                                  it is not a checkpoint
     units/NAME/                   one Orbax PyTree, {leaf name: array}
 
 A leaf is a parameter of one layer as the model holds it: dense weights in bfloat16 (exact, also for what was FP8), float32 where
@@ -159,10 +160,15 @@ def is_converted(path: str | Path) -> bool:
 
 
 class ConvertedCheckpoint:
-    """An open converted checkpoint. Made by `open`."""
+    """An open converted checkpoint. Made by `open`.
 
-    def __init__(self, path: Path, units: dict[str, Unit], checksums: dict[tuple[str, str], int]):
-        self.path, self.units, self.checksums = path, units, checksums
+    units: by name. checksums: (unit, leaf) -> of what was written of the leaf there. source: what was converted, as
+    `convert.fingerprint` says; source_path: where that was, a directory, or None where an older version did not write it down.
+    """
+
+    def __init__(self, path: Path, units: dict[str, Unit], checksums: dict[tuple[str, str], int], source: dict[str, Any],
+                 source_path: str | None):
+        self.path, self.units, self.checksums, self.source, self.source_path = path, units, checksums, source, source_path
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
         for unit in units.values():
             for piece in unit.pieces:
@@ -181,11 +187,13 @@ class ConvertedCheckpoint:
                 raise CheckpointError(f"{path}: format {manifest['format']} of converted checkpoints, this version knows "
                                       f"{FORMAT}; convert the official checkpoint again")
             understood = [understand(described) for described in manifest["units"]]
+            source = manifest["source"], manifest.get("source_path")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}/{MANIFEST}: not understood: {type(error).__name__}: {error}") from error
         units = {unit.name: unit for unit, _ in understood}
         raise_checkpoint_error(path, [f"{UNITS}/{name}: missing" for name in units if not (path / UNITS / name).is_dir()])
-        return cls(path, units, {(unit.name, leaf): value for unit, sums in understood for leaf, value in sums.items()})
+        checksums = {(unit.name, leaf): value for unit, sums in understood for leaf, value in sums.items()}
+        return cls(path, units, checksums, *source)
 
     @property
     def config_dict(self) -> dict[str, Any]:
