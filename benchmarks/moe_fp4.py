@@ -5,12 +5,12 @@
 For each number of rows, the best time of
     dequantised   the op, backend "xla", experts held as float32 (6.4 GB at 64 experts)
     packed        the op, backend "xla", experts held as FP4 (0.9 GB)
-    einsum        the active experts, dequantised and then multiplied by einsum; up to 6 rows, more would take the whole layer
+    einsum        the active experts, dequantised and then multiplied by einsum; up to 6 rows (more: the whole layer)
     torch         transformers' DeepseekV4Experts in bfloat16 (3.2 GB), where torch and transformers are installed
 beside the bandwidth bound of each way of holding the experts: bytes of the active ones over the rate of a large copy (bytes read
-plus written). "einsum /" is how many times as long the einsum takes. "extra" is what the packed op's program needs beside its
-arguments and result, in percent of the packed table. The table comes last, first in wall time, then in processor time (of all
-threads), because the two differ on a busy machine. Outputs are compared before anything is timed.
+plus written). "einsum / it" is how many times as long the einsum takes. "extra memory" is what the packed op's program needs beside
+its arguments and result, in percent of the packed table. Processor time, of all threads, stands next to wall time because the two
+differ on a busy machine. Outputs are compared before anything is timed; the table comes last.
 
 Takes 11 GB of memory and, on two idle cores, about two minutes.
 """
@@ -180,20 +180,20 @@ def compare(outputs, rows, kind, y):
 
 
 def report(times, extra, options, rate):
-    """One line for each number of rows and clock."""
-    kinds, bounds = list(times), [kind for kind in BYTES if kind in times]
-    heads = [f"{kind} ms" for kind in kinds] + [f"bound of {kind}" for kind in bounds]
-    heads += [f"einsum / {kind}" for kind in bounds] + ["extra"]
-    print(f"\n{'':9} {'rows':>4} {'experts':>7}  " + "  ".join(heads))
-    for clock, name in enumerate(("wall", "processor")):
-        for rows in options.rows:
-            count = len(active_experts(rows, options.experts))
-            time_of = {kind: times[kind][rows][clock] for kind in kinds if rows in times[kind]}
-            cells = [f"{time_of[kind]:.1f}" if kind in time_of else "-" for kind in kinds]
-            cells += [f"{BYTES[kind] * count / rate:.1f}" for kind in bounds]
-            ratio = lambda kind: f"{time_of['einsum'] / time_of[kind]:.1f}" if {"einsum", kind} <= time_of.keys() else "-"
-            cells += [ratio(kind) for kind in bounds] + [f"{extra[rows]:.1f}%" if rows in extra else "-"]
-            print(f"{name:9} {rows:4} {count:7}  " + "  ".join(cell.rjust(len(head)) for cell, head in zip(cells, heads)))
+    """One line for each number of rows and way of computing."""
+    print("\nrows  experts  way          wall ms  processor ms  bound ms  wall / bound  "
+          "einsum / it (wall, processor)  extra memory")
+    for rows in options.rows:
+        count = len(active_experts(rows, options.experts))
+        for kind in (kind for kind in times if rows in times[kind]):
+            wall, processor = times[kind][rows]
+            bound = BYTES[kind] * count / rate if kind in BYTES else None
+            einsum = times.get("einsum", {}).get(rows)
+            cells = [f"{rows:4}", f"{count:7}", f"{kind:11}", f"{wall:7.1f}", f"{processor:12.1f}",
+                     f"{bound:8.1f}" if bound else f"{'-':>8}", f"{wall / bound:12.1f}" if bound else f"{'-':>12}",
+                     f"{einsum[0] / wall:19.1f}, {einsum[1] / processor:9.1f}" if einsum else f"{'-':>30}",
+                     f"{extra[rows]:11.1f}%" if kind == "packed" else f"{'-':>12}"]
+            print("  ".join(cells))
 
 
 def main():
