@@ -3,9 +3,11 @@ import pytest
 
 import dspark_jax as dspark
 from dspark_jax.bench import PROMPTS
+from dspark_jax.train.measure import PROMPTS as MEASURED
 
 COUNTING = {"1 2 3 4 5 6 7": range(8, 20), "41 42 43 44 45": range(46, 58), "108 109 110 111": range(112, 120)}
-CYCLES = ("tick tock tick tock tick tock", "north east south west north east south west", "one two three one two three one two three")
+CYCLES = ("red green blue red green blue", "a b c a b c a b c", "tick tock tick tock tick tock", "cat dog bird cat dog bird",
+          "north east south west north east south west", "one two three one two three one two three")
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,11 @@ def test_it_repeats_a_cycle(tiny, prompt):
 
 def test_it_continues_a_function(tiny):
     assert dspark.generate(tiny, "def add(a, b):", max_new_tokens=12).texts[0].startswith("\n    return a + b\n")
+
+
+def test_most_drafts_are_accepted_on_repetition(tiny):
+    out = dspark.generate(tiny, list(MEASURED["repeat"]), max_new_tokens=96, stop_token_ids=[])
+    assert out.stats["accept_rate"] >= 0.6, out.stats["accepted_by_position"]
 
 
 @pytest.mark.parametrize("kind", PROMPTS)

@@ -30,8 +30,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--config", type=Path, default=Path(__file__).parents[2] / "checkpoints" / "tiny" / "config.json",
                    help="model config in the official layout (default: the embedded checkpoint's)")
     p.add_argument("--seed", type=int, default=0, help="of the text, the initial values and the order (default: %(default)s)")
-    p.add_argument("--steps", type=int, default=3300, help="steps of the main model (default: %(default)s)")
-    p.add_argument("--drafter-steps", type=int, default=1000, help="steps of the drafter (default: %(default)s)")
+    p.add_argument("--steps", type=int, default=4000, help="steps of the main model (default: %(default)s)")
+    p.add_argument("--drafter-steps", type=int, default=1500, help="steps of the drafter (default: %(default)s)")
     p.add_argument("--rows", type=int, default=8, help="windows a step (default: %(default)s)")
     p.add_argument("--length", type=int, default=256, help="tokens a window (default: %(default)s)")
     p.add_argument("--muon-rate", type=float, default=1e-2, help="peak learning rate of matrices (default: %(default)s)")

@@ -16,9 +16,9 @@ from dspark_jax.train import sources, synthetic
 from dspark_jax.train import tokenizer as tokenizers
 
 # share of the windows, by kind; and what the kinds are reported as
-MIXTURE = {"prose": 0.33, "code": 0.21, "functions": 0.10, "math": 0.12, "count": 0.12, "cycle": 0.12}
+MIXTURE = {"prose": 0.29, "code": 0.19, "functions": 0.10, "math": 0.11, "count": 0.11, "cycle": 0.20}
 # and in the last third of the main model's steps, and for the drafter: more of what has to be exact
-LATE_MIXTURE = {"prose": 0.22, "code": 0.12, "functions": 0.12, "math": 0.10, "count": 0.12, "cycle": 0.32}
+LATE_MIXTURE = {"prose": 0.22, "code": 0.12, "functions": 0.12, "math": 0.11, "count": 0.13, "cycle": 0.30}
 REPORTED = {"prose": ("prose",), "code": ("code", "functions"), "math": ("math",), "repeat": ("count", "cycle")}
 GENERATED_BYTES = 3_000_000  # of each generated kind
 HELD_OUT = 0.03

@@ -27,6 +27,8 @@ NOUNS = ("house garden river letter mother father sister brother friend door win
          "morning evening room paper story city king queen child stone water fire hand heart word ship sea light").split()
 VERBS = "saw found heard followed remembered opened carried left watched loved wanted made took gave kept passed".split()
 ADJECTIVES = "old little great quiet happy dark bright long cold kind young white small fine poor good warm strange".split()
+WORDS = sorted({*NOUNS, *VERBS, *ADJECTIVES, *" ".join(THEMES).split()})
+LETTERS = list("abcdefghijklmnopqrstuvwxyz")
 
 
 def _pick(rng: Rng, items):
@@ -55,24 +57,29 @@ def _sentence(rng: Rng) -> str:
     return text[0].upper() + text[1:] + "." if rng.random() < 0.7 else text
 
 
+def _words(rng: Rng) -> list[str]:
+    """2 to 24 words, letters, numbers or names of one kind, in which the same one may come twice when there are many."""
+    kind, size = rng.random(), int(rng.choice([2, 3, 3, 3, 4, 4, 5, 6, 7, 9, 12, 16, 24]))
+    if kind < 0.4:
+        words = _pick(rng, THEMES).split()
+        at = int(rng.integers(len(words)))
+        return (words[at:] + words[:at] if rng.random() < 0.5 else list(rng.permutation(words)))[:size]
+    if kind < 0.75:
+        return list(rng.choice(WORDS, size, replace=size > 7))
+    if kind < 0.85:
+        return ["".join(rng.choice(LETTERS, int(rng.integers(1, 5)))) for _ in range(size)]
+    return [str(n) for n in rng.integers(0, int(rng.choice([10, 100, 1000])), size)]
+
+
 def cycle(rng: Rng) -> str:
-    """A few words, a run of letters or a sentence, again and again."""
-    kind = rng.random()
-    if kind < 0.2:
-        unit, separator = [_sentence(rng)], str(rng.choice([" ", "\n", "\n\n"]))
+    """A few words, or one to three sentences, again and again. Long units matter: only where a unit comes round for the first time
+    is there something to learn about looking back."""
+    if rng.random() < 0.25:
+        unit, separator = [_sentence(rng) for _ in range(int(rng.choice([1, 1, 2, 3])))], str(rng.choice([" ", " ", "\n", "\n\n"]))
     else:
-        size = int(rng.choice([2, 3, 3, 3, 4, 4, 5, 6, 7]))
-        if kind < 0.7:
-            words = _pick(rng, THEMES).split()
-            at = int(rng.integers(len(words)))
-            words = words[at:] + words[:at] if rng.random() < 0.5 else list(rng.permutation(words))
-        elif kind < 0.9:
-            words = list(rng.choice(NOUNS + VERBS + ADJECTIVES, size, replace=False))
-        else:
-            words = [str(n) for n in rng.integers(0, 100, size)]
-        unit, separator = words[:size], str(rng.choice([" ", " ", " ", ", ", "\n", " - "]))
+        unit, separator = _words(rng), str(rng.choice([" ", " ", " ", ", ", "\n", " - "]))
     length = len(separator.join(unit)) + len(separator)
-    return separator.join(unit * max(3, int(rng.integers(250, 700)) // length))
+    return separator.join(unit * max(3, int(rng.integers(150, 600)) // length))
 
 
 def sums(rng: Rng) -> str:
