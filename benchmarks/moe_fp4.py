@@ -7,8 +7,8 @@ For each number of rows, the best time of
     packed        the op, backend "xla", experts held as FP4 (0.9 GB)
     einsum        the active experts, dequantised and then multiplied by einsum; up to 6 rows (more: the whole layer)
     torch         transformers' DeepseekV4Experts in bfloat16 (3.2 GB), where torch and transformers are installed
-beside the bandwidth bound of each way of holding the experts: bytes of the active ones over the rate of a large copy (bytes read
-plus written). "einsum / it" is how many times as long the einsum takes. "extra memory" is what the packed op's program needs beside
+beside the bandwidth bound of each way of holding the experts: bytes of the active ones over the rate of a large copy, read and
+written. "einsum / it" is how many times as long the einsum takes. "extra memory" is what the packed op's program needs beside
 its arguments and result, in percent of the packed table. Processor time, of all threads, stands next to wall time because the two
 differ on a busy machine. Outputs are compared before anything is timed; the table comes last.
 

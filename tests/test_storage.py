@@ -4,6 +4,10 @@ import dataclasses
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,10 +15,11 @@ import pytest
 from flax import nnx
 
 import dspark_jax as dspark
-from dspark_jax import inspect, memory, storage
+from dspark_jax import inspect, memory, sharding, storage
+from dspark_jax.convert_command import convert_checkpoint
 from dspark_jax.inspect import inspect_checkpoint
-from dspark_jax.loading import expert_storage, make_limits
 from dspark_jax.layers.numerics import Numerics
+from dspark_jax.loading import expert_storage, make_limits
 from dspark_jax.platform import compiling_for
 from official_files import CONFIG, GOLDENS, poison
 from support import golden_model
@@ -114,6 +119,35 @@ def test_processes_of_a_machine_add_up():
     assert not storage.fits([(1, 8 * MIB, 100 * MIB), (2, 81 * MIB, 100 * MIB)])
 
 
+TWO_PROCESSES = """
+import sys, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+from dspark_jax import distributed, sharding, storage
+coordinator, rank = sys.argv[1], int(sys.argv[2])
+distributed.initialize(coordinator, rank, 2)
+print("said", *storage.everywhere(sharding.make_mesh(2, 2), (100 << 20) + rank, (200 + rank) << 20))
+"""
+
+
+def test_processes_tell_each_other():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    running = [subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, coordinator, str(rank)], env=environment, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in (0, 1)]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    machine = storage.everywhere(sharding.single_device(), 1, 1)[0][0]
+    for text in said:
+        assert f"said ({machine}, 100, 200) ({machine}, 101, 201)" in text, text[-4000:]
+
+
 # What is loaded
 
 def arrays(model):
@@ -154,6 +188,14 @@ def test_packed_experts_give_the_same_bits(golden_reference, packed):
     out = dspark.generate(packed, prompt, max_new_tokens=24, stop_token_ids=[])
     assert out.tokens == expected.tokens
     assert list(map(dataclasses.asdict, out.rounds[0])) == list(map(dataclasses.asdict, expected.rounds[0]))
+
+
+def test_a_converted_checkpoint_is_held_the_same_way(tmp_path, packed, available):
+    convert_checkpoint(GOLDENS, tmp_path / "converted")
+    available(LITTLE)
+    model = dspark.load(tmp_path / "converted", max_seq_len=packed.limits.max_seq_len, dtype="float32")
+    assert model.expert_storage == "packed" and len(arrays(model)) == len(arrays(packed))
+    assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(arrays(model), arrays(packed)))
 
 
 # What is said
