@@ -184,7 +184,6 @@ def test_packed_experts_give_the_same_bits(golden_reference, packed):
     for ours, theirs in zip(dspark.prefill(packed, prompt)[:2], dspark.prefill(golden_reference, prompt)[:2]):
         assert np.array_equal(ours, theirs)
     expected = dspark.generate(golden_reference, prompt, max_new_tokens=24, stop_token_ids=[])
-    assert dspark.generate(packed, prompt, max_new_tokens=24, mode="plain", stop_token_ids=[]).tokens == expected.tokens
     out = dspark.generate(packed, prompt, max_new_tokens=24, stop_token_ids=[])
     assert out.tokens == expected.tokens
     assert list(map(dataclasses.asdict, out.rounds[0])) == list(map(dataclasses.asdict, expected.rounds[0]))
