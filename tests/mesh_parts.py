@@ -5,6 +5,7 @@
 Four streams advance together through one compiled program of six rows: the three golden prompts, and the second one again.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -50,9 +51,9 @@ def streams(mode: str, sizes: str) -> None:
 
     api._program = program
     cache = follow_goldens(model, expected, mode)
-    drafts = check_drafts(model, cache, expected)
+    check_drafts(model, cache, expected)
     check_collectives(model, texts, data, model_devices)
-    check_last_vocabulary_shard(model, cache, drafts)
+    check_last_vocabulary_shard(model, cache)
 
 
 def check_placement(model, data: int, shards: int) -> None:
@@ -124,7 +125,7 @@ def check_shards_agree(tree) -> None:
             assert np.array_equal(seen.setdefault(str(shard.index), np.asarray(shard.data)), np.asarray(shard.data))
 
 
-def check_drafts(model, cache, expected):
+def check_drafts(model, cache, expected) -> None:
     import numpy as np
     import dspark_jax as dspark
     anchors = [*(expected[f"d{case}.committed"][0] for case in range(3)), expected["p1.decode_ids"][0]]
@@ -132,28 +133,37 @@ def check_drafts(model, cache, expected):
     check_shards_agree(drafts)
     for case in range(3):
         assert np.array_equal(drafts.tokens[case], expected[f"d{case}.draft_ids"])
-    return drafts
 
 
 def check_collectives(model, texts: dict[str, str], data: int, shards: int) -> None:
     """The compiled text holds the collectives of the design, of these shapes and among these devices, and no others."""
-    config, units = model.config, [kind for plan in plans(model.config) for kind in plan.unit]
     local = len(PROMPTS) // data
-    cut = shards > 1 and config.o_groups * config.o_lora_rank // shards % 128 and model.numerics.activation_quant
-
-    def summed(rows, layers):
-        wide, block = f"[{local},{rows},{config.hidden_size}]", -(-config.o_groups * config.o_lora_rank // 128)
-        return Counter({("all-reduce", wide): 2 * layers + 1, ("all-reduce", f"[{local},{rows},{block}]"): layers if cut else 0})
-
-    extend = summed(WIDTH, len(units)) + Counter({
-        ("all-reduce", f"[{local},{WIDTH},64]"): sum(kind.ratio == 4 for kind in units),
-        ("all-gather", f"[{local},{WIDTH},{config.vocab_size}]"): 1,
-    })
-    draft = summed(config.dspark_block_size, 1)
-    for name, wanted in (("extend", extend), ("draft", draft)):
+    for name, wanted in (("extend", extend_collectives(model, local, WIDTH, WIDTH)), ("draft", draft_collectives(model, local))):
         found, groups = collectives(texts[name])
-        assert found == (+wanted if shards > 1 else Counter()), (name, found)
+        assert found == wanted, (name, found)
         assert groups <= rows_of_the_mesh(data, shards), (name, groups)
+
+
+def extend_collectives(model, streams: int, rows: int, said: int) -> Counter:
+    """Of the main model on a device that has these streams: of `rows` rows each, and logits of `said` of them."""
+    units = [kind for plan in plans(model.config) for kind in plan.unit]
+    scores, logits = f"[{streams},{rows},64]", f"[{streams},{said},{model.config.vocab_size}]"
+    found = Counter({("all-reduce", scores): sum(kind.ratio == 4 for kind in units), ("all-gather", logits): 1})
+    return layer_collectives(model, streams, rows, len(units)) + (found if model.mesh.shape["model"] > 1 else Counter())
+
+
+def draft_collectives(model, streams: int) -> Counter:
+    return layer_collectives(model, streams, model.config.dspark_block_size, 1)
+
+
+def layer_collectives(model, streams: int, rows: int, layers: int) -> Counter:
+    """Embedding, attention and experts of layers that are written out in the text; none where nothing is cut."""
+    config, shards = model.config, model.mesh.shape["model"]
+    channels = config.o_groups * config.o_lora_rank
+    cut_blocks = channels // shards % 128 and model.numerics.activation_quant
+    found = {("all-reduce", f"[{streams},{rows},{config.hidden_size}]"): 2 * layers + 1,
+             ("all-reduce", f"[{streams},{rows},{-(-channels // 128)}]"): layers if cut_blocks else 0}
+    return +Counter(found) if shards > 1 else Counter()
 
 
 def rows_of_the_mesh(data: int, shards: int) -> set[str]:
@@ -181,7 +191,7 @@ def collectives(text: str) -> tuple[Counter, set[str]]:
     return found, groups
 
 
-def check_last_vocabulary_shard(model, cache, drafts) -> None:
+def check_last_vocabulary_shard(model, cache) -> None:
     """Two rows of the head change places, so that the last id of all wins: for the main model, then for the drafter."""
     import numpy as np
     import dspark_jax as dspark
@@ -194,12 +204,13 @@ def check_last_vocabulary_shard(model, cache, drafts) -> None:
     order = np.arange(last + 1)
     order[[plain[0].argmax(), last]] = order[[last, plain[0].argmax()]]
     assert np.array_equal(logits, plain[:, order])
-    # Only the head is changed, so the first base logits are, and the Markov term is not.
-    bias = np.asarray(drafts.logits)[0, 0]
+    # A head row that points everywhere wins somewhere; behind the same predecessor only its own logit changes.
     token = np.full(len(PROMPTS), 7, np.int32)
-    first = np.asarray(dspark.draft(model, cache, token).logits)[0, 0]
-    strongest = np.asarray(dspark.draft(with_head_rows(model, last, last, 50.0), cache, token).tokens)
-    assert bias.shape == first.shape and (strongest == last).any(), "a head row that points everywhere wins somewhere"
+    own, strong = (dspark.draft(m, cache, token) for m in (model, with_head_rows(model, last, last, 50.0)))
+    assert np.array_equal(np.asarray(own.logits)[:, 0, :last], np.asarray(strong.logits)[:, 0, :last])
+    for draft in (own, strong):
+        assert np.array_equal(np.asarray(draft.tokens), np.asarray(draft.logits).argmax(-1))
+    assert (np.asarray(strong.tokens)[:, 0] == last).any() and not (np.asarray(own.tokens)[:, 0] == last).any()
 
 
 def with_head_rows(model, a: int, b: int, factor: float = 1.0):
@@ -217,25 +228,25 @@ def with_head_rows(model, a: int, b: int, factor: float = 1.0):
     return dataclasses.replace(model, module=module)
 
 
-def generates(sizes: str) -> None:
-    """Speculative decoding on a mesh emits the golden tokens in the golden rounds, and every device knows the same."""
-    import dspark_jax as dspark
+@contextlib.contextmanager
+def watched():
+    """Within it, devices must agree on what every call of rounds returns (choices, accepted counts, caches, all of it), wherever
+    they hold the same part; yields the streams' positions after each call."""
+    import numpy as np
     from dspark_jax.engine import Engine
-    from support import golden_arrays
-    model, expected = load("float", *map(int, sizes.split("x"))), golden_arrays("expected_float")
-    original, calls = Engine._run, []
+    original, positions = Engine._run, []
 
     def run(self, state, most):
         result = original(self, state, most)
         check_shards_agree(result)
-        calls.append(most)
+        positions.append(np.asarray(result[0].cache.position).tolist())
         return result
 
     Engine._run = run
-    emitted = expected["spec1.emitted"].tolist()
-    out = dspark.generate(model, expected["p1.ids"].tolist(), max_new_tokens=len(emitted), mode="block", stop_token_ids=[])
-    assert out.tokens[0] == emitted and len(calls) > 1
-    assert [r.accepted for r in out.rounds[0]] == expected["spec1.accepted"].tolist()[:len(out.rounds[0])]
+    try:
+        yield positions
+    finally:
+        Engine._run = original
 
 
 def embedded(sizes: str) -> None:
@@ -244,7 +255,9 @@ def embedded(sizes: str) -> None:
     compile_quickly()
     meshes = None, dspark.make_mesh(*map(int, sizes.split("x")))
     models = [dspark.load(mesh=mesh, max_seq_len=128) for mesh in meshes]
-    alone, together = (dspark.generate(model, "def add(a, b):", max_new_tokens=24) for model in models)
+    with watched() as calls:
+        alone, together = (dspark.generate(model, "def add(a, b):", max_new_tokens=24) for model in models)
+    assert len(calls) >= 2
     assert together.tokens == alone.tokens and together.texts == alone.texts
     rounds = [[(r.verified, r.accepted, r.skipped) for r in out.rounds[0]] for out in (alone, together)]
     assert rounds[0] == rounds[1] and sum(accepted for _, accepted, _ in rounds[0]) > 0
@@ -296,6 +309,7 @@ def process(coordinator: str, process_id: str, dies: str) -> None:
     prompt, wanted = expected["p1.ids"].tolist(), expected["p1.decode_ids"].tolist()
     out = dspark.generate(model, prompt, max_new_tokens=len(wanted), mode="block", stop_token_ids=[])
     assert out.tokens == [wanted]
+    check_fetch()
     print("the golden tokens", flush=True)
     if process_id == dies:
         os._exit(9)
@@ -307,5 +321,19 @@ def process(coordinator: str, process_id: str, dies: str) -> None:
         distributed.leave(1)
 
 
+def check_fetch() -> None:
+    """What lies with another process comes to the host of each."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+    from dspark_jax.sharding import DATA, fetch, make_mesh
+    mesh, values = make_mesh(2, 2), np.arange(12.0).reshape(2, 6)
+    tree = jax.device_put({"streams": values, "all": values[0]}, {"streams": NamedSharding(mesh, PartitionSpec(DATA)),
+                                                                  "all": NamedSharding(mesh, PartitionSpec())})
+    assert {s.data.shape for s in tree["streams"].addressable_shards} == {(1, 6)} and not tree["streams"].is_fully_addressable
+    here = fetch(mesh, tree)
+    assert np.array_equal(here["streams"], values) and np.array_equal(here["all"], values[0])
+
+
 if __name__ == "__main__":
-    processes.main(streams=streams, generates=generates, embedded=embedded, refuses=refuses, quantises=quantises, process=process)
+    processes.main(streams=streams, embedded=embedded, refuses=refuses, quantises=quantises, process=process)

@@ -3,12 +3,12 @@
     python stream_parts.py 4 streams
 """
 
-import contextlib
 import dataclasses
 import importlib
+from collections import Counter
 
 import processes
-from mesh_parts import check_shards_agree, load
+from mesh_parts import collectives, draft_collectives, extend_collectives, load, rows_of_the_mesh, watched, with_head_rows
 
 # The gate of these numbers skips drafts by margin, shortens some blocks and not others.
 GATE = {"enabled": True, "margin": 1.0, "draft_ms": 10, "verify_base_ms": 200, "verify_slope_ms": 100, "min_draft": 3,
@@ -30,13 +30,16 @@ def streams() -> None:
     check_variety(alone)
     for sizes in ((4, 1), (2, 2)):
         model = load("float", *sizes)
+        texts = compiled_by_hand(model)
         with watched() as positions:
             out = dspark.generate(model, prompts, gate=gate, **OPTIONS)
         check_idle_rows(positions, sizes[0], len(prompts))
         own = alone if sizes[1] == 1 else [dspark.generate(model, prompt, gate=gate, **OPTIONS) for prompt in prompts]
         check_each(out, alone, own)
         check_stats(out, sums, sizes[0], same_bits=sizes[1] == 1)
+        check_collectives(model, texts, *sizes)
         check_goldens(model, expected)
+        check_last_vocabulary_shard(model, prompts, alone)
         check_faults(model, prompts, alone)
         check_interrupt(model, prompts, alone, gate)
 
@@ -55,26 +58,6 @@ def check_variety(alone) -> None:
     assert len({-(-len(out.rounds[0]) // ROUNDS_PER_CALL) for out in alone}) > 1
     records = [record for out in alone for record in out.rounds[0]]
     assert {record.skipped for record in records} == {"", "margin"} and len({record.verified for record in records}) == 3
-
-
-@contextlib.contextmanager
-def watched():
-    """Within it, devices must agree on what every call of rounds returns; yields the streams' positions after each."""
-    import numpy as np
-    from dspark_jax.engine import Engine
-    original, positions = Engine._run, []
-
-    def run(self, state, most):
-        result = original(self, state, most)
-        check_shards_agree(result)
-        positions.append(np.asarray(result[0].cache.position).tolist())
-        return result
-
-    Engine._run = run
-    try:
-        yield positions
-    finally:
-        Engine._run = original
 
 
 def check_idle_rows(positions, width: int, prompts: int) -> None:
@@ -112,6 +95,46 @@ def check_stats(out, sums, width: int, same_bits: bool) -> None:
 
 def timeless(stats: dict) -> dict:
     return {key: value for key, value in stats.items() if "second" not in key and key != "per_prompt"}
+
+
+def compiled_by_hand(model) -> dict[str, str]:
+    """Makes the model's programs so that their texts can be had: name -> text, there when a program has run."""
+    from dspark_jax import engine
+    programs, texts = engine._programs(model.split[0], model.mesh, model.limits, OPTIONS["mode"]), {}
+
+    def by_hand(name, jitted):
+        compiled = []
+
+        def call(*arguments):
+            if not compiled:
+                compiled.append(jitted.lower(*arguments).compile())
+                texts[name] = compiled[0].as_text()
+            return compiled[0](*arguments)  # arguments cut otherwise than at the first call are refused
+        return call
+
+    programs.begin, programs.run = by_hand("prefill", programs.begin), by_hand("rounds", programs.run)
+    return texts
+
+
+def check_collectives(model, texts, data: int, shards: int) -> None:
+    """A chunk and a call of rounds hold the collectives of the design, for the one stream of a device, and no others."""
+    block, chunk = model.config.dspark_block_size, model.limits.prefill_chunk
+    found, groups = collectives(texts["prefill"])
+    assert found == extend_collectives(model, 1, chunk, 1) and groups <= rows_of_the_mesh(data, shards)
+    found, groups = collectives(texts["rounds"])
+    count = Counter({("all-reduce", "[]"): 1})  # how many rounds there were, the only word between streams
+    assert found == extend_collectives(model, 1, block + 1, block + 1) + draft_collectives(model, 1) + count, found
+    assert len(groups - rows_of_the_mesh(data, shards)) == 1
+
+
+def check_last_vocabulary_shard(model, prompts, alone) -> None:
+    """Two rows of the head change places, so that the last id of all wins where the main model first verifies."""
+    import dspark_jax as dspark
+    last = model.config.vocab_size - 1
+    first, second = alone[0].tokens[0][:2]
+    assert len({first, second, last}) == 3
+    out = dspark.generate(with_head_rows(model, second, last), prompts, **OPTIONS | {"max_new_tokens": 2})
+    assert out.tokens[0] == [first, last]
 
 
 def check_goldens(model, expected) -> None:

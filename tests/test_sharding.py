@@ -14,7 +14,6 @@ CHECKS = {
     "1x4, float": ("streams", "float", "1x4"),
     "2x2, reference": ("streams", "reference", "2x2"),
     "4x1, float": ("streams", "float", "4x1"),
-    "rounds": ("generates", "1x4"),
     "refusals": ("refuses",),
     "cut blocks": ("quantises",),
 }
