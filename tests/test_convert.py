@@ -134,6 +134,17 @@ def test_processes_must_see_the_same_files(source, tmp_path, monkeypatch, fault,
             conversion._require_shared(seen, checkpoint, found)
 
 
+def test_processes_look_for_what_process_0_wrote(source, converted, tmp_path, monkeypatch):
+    """When there is nothing to do, and when a conversion begins."""
+    seen = []
+    monkeypatch.setattr(conversion, "_require_shared", lambda path, *_: seen.append((path.name, path.exists())))
+    convert(source, converted)
+    stop_after(monkeypatch, 0)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "new")
+    assert seen == [(MANIFEST, True), (conversion.STATE, True)]
+
+
 def test_memory_is_bounded(source, tmp_path):
     """At most 1.5 times the largest tensor beyond what the mesh holds (nothing while converting)."""
     parts.write_source(tmp_path / "larger", parts.larger_config())
