@@ -17,7 +17,7 @@ def few(call, rows):
 
 # Only the xla backend has a second way of multiplying for wide experts.
 CHOICES = [
-    *((name, "narrow", False) for name in BACKENDS if name != "reference"),
+    *((name, "narrow", False) for name in BACKENDS),
     ("xla", "narrow", True),
     ("xla", "wide", False),
     ("xla-packed", "wide", False),

@@ -92,13 +92,14 @@ def test_mosaic_compiles(name, rows):
     assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == 2
 
 
+@pytest.mark.parametrize("rows", [6, 512])
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_vmem_use(name, monkeypatch, capsys):
-    """What Mosaic says it needs, read from its refusal of a limit that is too small."""
-    monkeypatch.setattr(tpu, "VMEM_LIMIT", 2 << 20)
+def test_vmem_use(name, rows, monkeypatch, capsys):
+    """What Mosaic says it needs in either regime, read from its refusal of a limit that is too small."""
+    monkeypatch.setattr(tpu, "VMEM_LIMIT", 1 << 20)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Scoped allocation with size") as refused:
-        compiled(name, 6)
+        compiled(name, rows)
     needed = re.search(r"Scoped allocation with size ([0-9.]+)M", str(refused.value))
     with capsys.disabled():
-        print(f"\n{name}: gate and up take {needed[1]} MB of VMEM, 16 are allowed")
+        print(f"\n{name}, {rows} rows: gate and up take {needed[1]} MB of VMEM, 16 are allowed")
     assert float(needed[1]) < 8
