@@ -2,6 +2,7 @@
 
 import time
 
+import jax
 import pytest
 
 import dspark_jax as dspark
@@ -40,6 +41,15 @@ def test_two_processes_and_the_death_of_one():
 def test_arguments_are_refused(arguments, message):
     with pytest.raises(dspark.ConfigError, match=message):
         distributed.initialize(*arguments)
+
+
+def test_a_mesh_without_a_process_is_refused(monkeypatch):
+    assert distributed.command_mesh(None) is None
+    assert dict(distributed.command_mesh("1x1").shape) == {"data": 1, "model": 1}
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for mesh in ("1x1", None):
+        with pytest.raises(dspark.ConfigError, match="1x1 has no device of process 1; there are 1 devices in 2 processes"):
+            distributed.command_mesh(mesh)
 
 
 def test_other_errors_are_left_alone():
