@@ -86,20 +86,12 @@ def compiled(name, rows):
 
 @pytest.mark.parametrize("rows", [1, 6, 64, 512])
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_mosaic_compiles(name, rows):
-    """The limit on VMEM is part of the kernel (`tpu.VMEM_LIMIT`), so compiling shows that it suffices."""
-    text = compiled(name, rows).as_text()
-    assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == 2
-
-
-@pytest.mark.parametrize("rows", [6, 512])
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_vmem_use(name, rows, monkeypatch, capsys):
-    """What Mosaic says it needs in either regime, read from its refusal of a limit that is too small."""
-    monkeypatch.setattr(tpu, "VMEM_LIMIT", 1 << 20)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Scoped allocation with size") as refused:
-        compiled(name, rows)
-    needed = re.search(r"Scoped allocation with size ([0-9.]+)M", str(refused.value))
+def test_mosaic_compiles(name, rows, capsys):
+    """Both kernels, within the limit on VMEM that is part of them (`tpu.VMEM_LIMIT`). Prints what Mosaic says they use of it."""
+    kernels = [line for line in compiled(name, rows).as_text().splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    memory = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"'
+    used = [int(re.search(memory, line)[1]) for line in kernels]
+    sizes = " and ".join(f"{size / 2**20:.2f}" for size in used)
     with capsys.disabled():
-        print(f"\n{name}, {rows} rows: gate and up take {needed[1]} MB of VMEM, 16 are allowed")
-    assert float(needed[1]) < 8
+        print(f"\n{name}, {rows} rows: {sizes} of {tpu.VMEM_LIMIT >> 20} MiB of VMEM")
+    assert len(used) == 2 and 0 < min(used) and max(used) < tpu.VMEM_LIMIT / 2

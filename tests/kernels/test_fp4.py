@@ -31,7 +31,7 @@ COLUMNS = 256
 
 
 def every_product(largest_scale):
-    """One row for every code under every scale: packed [N, 128], scales [N, 8], and its weight, in all columns, in float64 [N]."""
+    """One row for every code under every scale: packed [N, 128], scales [N, 8], and its weight, in all columns, float64 [N]."""
     scale, code = (a.ravel().astype(np.uint8) for a in np.indices((largest_scale + 1, 16)))
     magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[code & 7] * 2.0 ** (scale - 127.0)
     repeated = lambda byte, count: np.repeat(byte[:, None], count, axis=1)
