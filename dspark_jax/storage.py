@@ -1,7 +1,7 @@
 """How the routed experts are held: dequantised or packed FP4. Chosen when a model is loaded, said by `dspark inspect`.
 
-Accelerators hold them packed; their kernels unpack. On CPU dequantised experts are several times faster and take 7.5 times the
-memory in float32 (FP4 values are exact in it), so they are held so when the whole model then fits:
+Accelerators hold them packed; their kernels unpack. On CPU dequantised experts save the time of unpacking (benchmarks/moe_fp4.py)
+and take 7.5 times the memory in float32 (FP4 values are exact in it), so they are held so when the whole model then fits:
 
     needed     every array of the model on this process's devices, one stream's cache on each, and the largest array once more,
                which is in memory twice while it is placed
