@@ -37,18 +37,18 @@ class Drafter(nnx.Module):
         stages = Maker(source, tuple(f"mtp.{s}." for s in range(config.n_draft_stages)))
         first, final = Maker(source, ("mtp.0.",), stacked=False), Maker(source, (f"mtp.{last}.",), stacked=False)
         self.stages = nnx.List([Block(config, numerics, LayerKind(ratio=0, hashed=False), stages)])
-        self.main_proj = first("main_proj", (d, config.n_hidden_taps * d), "fp8")
+        self.main_proj = first("main_proj", (d, config.n_hidden_taps * d), "fp8", product=True)
         self.main_norm = RMSNorm("main_norm", d, config.rms_norm_eps, numerics.dtype, first)
         self.collapse = Collapse(config, numerics.dtype, final)
         self.norm = RMSNorm("norm", d, config.rms_norm_eps, numerics.dtype, final)
         rank = config.dspark_markov_rank
         self.markov_w1 = final("markov_head.markov_w1.weight", (v, rank), "bf16", init="embedding")
-        self.markov_w2 = final("markov_head.markov_w2.weight", (v, rank), "bf16")
+        self.markov_w2 = final("markov_head.markov_w2.weight", (v, rank), "bf16", product=True)
         self.confidence = final("confidence_head.proj.weight", (1, d + rank), "bf16")
 
     def main_x(self, hidden: jax.Array) -> jax.Array:
         """Captured hidden [B, T, N*D] -> what the stages' keys are made of, [B, T, D]."""
-        return self.main_norm(self.numerics.linear(hidden, self.main_proj[...]))
+        return self.main_norm(self.numerics.linear(hidden, self.main_proj))
 
     def stage_keys(self, hidden: jax.Array, turn) -> jax.Array:
         """hidden [B, T, N*D] and its rotation -> [Z, B, T, C], the keys of every stage."""
@@ -125,7 +125,7 @@ class Drafter(nnx.Module):
 
     def markov_bias(self, previous: jax.Array) -> jax.Array:
         """previous [B] token ids -> [B, V] float32."""
-        return at_least_two_rows(lambda x: dot(x, self.markov_w2[...]), self.markov_w1[...][previous])
+        return at_least_two_rows(lambda x: dot(x, self.markov_w2), self.markov_w1[...][previous])
 
     def confidences(self, y: jax.Array, previous: jax.Array) -> jax.Array:
         """y [B, K, D] before the norm, previous [B, K] token ids -> [B, K] float32, raw (no sigmoid)."""

@@ -1,10 +1,13 @@
 """The main model (spec section 9): embedding, segments of scanned layers, head; and the rows a drafter taps."""
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from dspark_jax.cache import Cache
 from dspark_jax.config import ModelConfig
@@ -13,7 +16,7 @@ from dspark_jax.layers.cached import Rows, attend_cached, new_rows
 from dspark_jax.layers.hyper_connection import Collapse
 from dspark_jax.layers.norm import RMSNorm
 from dspark_jax.layers.numerics import Numerics, dot
-from dspark_jax.parameters import Maker, Source
+from dspark_jax.parameters import ColumnsFirst, Maker, Source
 from dspark_jax.segments import SegmentPlan, scan_layers, segments
 from dspark_jax.sharding import MODEL, gather_over_model, model_index, model_shards, replicate, sum_over_model
 
@@ -29,9 +32,9 @@ class MainModel(nnx.Module):
         self.segments = nnx.List([_segment(config, numerics, source, plan) for plan in segments(config)])
         self.collapse = Collapse(config, numerics.dtype, make)
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, numerics.dtype, make)
-        self.head = make("head.weight", table, "bf16", ("vocab", None))
+        self.head = make("head.weight", table, "bf16", ("vocab", None), product=True)
         # Where the head is cut, every device has the whole of it once more for the drafter, whose inner loop must not communicate.
-        self.whole_head = nnx.Variable(replicate(numerics.mesh, self.head.get_value())) if numerics.mesh.shape[MODEL] > 1 else None
+        self.whole_head = _whole(self.head, numerics.mesh) if numerics.mesh.shape[MODEL] > 1 else None
 
     def streams(self, ids: jax.Array):
         """ids [B, T] -> the M equal residual streams they start as."""
@@ -47,11 +50,11 @@ class MainModel(nnx.Module):
 
     def logits(self, y: jax.Array) -> jax.Array:
         """Collapsed output y [B, T, D] -> [B, T, V] float32, the whole vocabulary on every device."""
-        return gather_over_model(at_least_two_rows(lambda rows: dot(self.norm(rows), self.head[...]), y))
+        return gather_over_model(at_least_two_rows(lambda rows: dot(self.norm(rows), self.head), y))
 
-    def draft_head(self) -> jax.Array:
+    def draft_head(self) -> nnx.Variable:
         """The head [V, D] as the drafter uses it, whole on every device."""
-        return self.head[...] if self.whole_head is None else self.whole_head[...]
+        return self.head if self.whole_head is None else self.whole_head
 
     def extend(self, cache: Cache, tokens: jax.Array, valid: jax.Array, regime: str):
         """Computes tokens [B, T] at the cache's position, of which the first valid [B] count; see `dspark_jax.extend`.
@@ -87,6 +90,12 @@ def _segment(config: ModelConfig, numerics: Numerics, source: Source, plan: Segm
         return Block(config, numerics, kind, Maker(source, prefixes))
 
     return nnx.List([member(i, kind) for i, kind in enumerate(plan.unit)])
+
+
+def _whole(head: nnx.Param, mesh: Mesh) -> nnx.Param:
+    declared = dataclasses.replace(head.get_metadata("declared"), axes=(None, None))
+    held = head.columns if isinstance(head, ColumnsFirst) else head[...]
+    return type(head)(replicate(mesh, held), declared=declared)
 
 
 def capture(config: ModelConfig, taps: jax.Array, plan: SegmentPlan, member: int, index, streams) -> jax.Array:

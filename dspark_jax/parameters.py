@@ -35,7 +35,8 @@ class Declaration:
       the number of experts; for random models.
     part: "value", or for packed FP4 experts "packed" (two e2m1 codes a byte) and "scale" (e8m0, one per 32 along K).
     stacked: the array has a leading axis over the layers of its group.
-    columns_first: the array of a weight [N, K] is held as [K, N]. A CPU multiplies a few rows with it up to twenty times faster.
+    columns_first: the array of a weight [N, K] is held as [K, N]: a CPU multiplies a few rows with it up to twenty times faster. What
+      `parameter[...]` reads and sets is [N, K] all the same (ColumnsFirst); `nnx.split` gives arrays as they are held.
     """
 
     tensor: str
@@ -91,6 +92,21 @@ class Constant(nnx.Variable):
     """A parameter that gradients do not reach: hash tables and packed bytes."""
 
 
+class ColumnsFirst(nnx.Param):
+    """A weight [..., N, K] whose array is [..., K, N]. It reads and is set as [..., N, K], by `[...]` only."""
+
+    def get_value(self, **options):
+        return jnp.swapaxes(super().get_value(**options), -1, -2)
+
+    def set_value(self, value, **options):
+        super().set_value(jnp.swapaxes(value, -1, -2), **options)
+
+    @property
+    def columns(self) -> Array:
+        """The array [..., K, N]. Turned back: in a compiled program nothing is left of that."""
+        return jnp.swapaxes(self[...], -1, -2)
+
+
 class Source(Protocol):
     """Where parameter values come from."""
 
@@ -118,7 +134,7 @@ class Maker:
         declared = Declaration(tensor, tuple(shape), storage, axes, init, part, self.stacked, product and self.source.columns_first)
         value = self.source(declared, self.prefixes)
         kind = Constant if part != "value" or storage == "i64" else nnx.Param
-        return kind(value, declared=declared)
+        return (ColumnsFirst if declared.columns_first else kind)(value, declared=declared)
 
     @property
     def packed_experts(self) -> bool:

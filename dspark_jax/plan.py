@@ -62,7 +62,7 @@ class Plan:
 class _Sizes:
     """A Source that only counts: bytes per device by part."""
 
-    packed_experts = True
+    packed_experts, columns_first = True, False
 
     def __init__(self, mesh: tuple[int, int], dtype):
         self.shards, self.dtype = {DATA: mesh[0], MODEL: mesh[1]}, dtype

@@ -1,10 +1,11 @@
 """What differs between backends: compiler options, and the fewest rows that a call may carry.
 
 A row's bits must not depend on how many rows a call carries. XLA's CPU backend picks the order of a sum by shape in its YNNPACK
-fusions, and its matrix product splits sums of more than 256 terms by shape (measured with jaxlib 0.10.2: 384 terms differ between 2
-and 6 rows, 256 never do). With the fusions off and long sums split by us, any row count from 2 up gives the same bits. The option's
-name is not stable, so it is tried, and the promise is checked on a small program; where either fails, every call carries the rows of a
-whole verify block.
+fusions, and its matrix product (Eigen's) cuts a sum into one piece a thread where that keeps more threads busy, which depends on the
+number of rows and of cores: 256 terms for 1,024 columns differ between 2, 6 and 7 rows on 4 cores, 128 terms for 4,096 columns between
+7 and 8 rows on 2. It never leaves a thread 32 terms or fewer, so sums of up to 64 terms stay whole: with the fusions off and longer
+sums split by us, any row count from 2 up gives the same bits. The option's name is not stable, so it is tried, and the promise is
+checked on a small program; where either fails, every call carries the rows of a whole verify block.
 """
 from __future__ import annotations
 
@@ -43,7 +44,12 @@ def on_cpu() -> bool:
 
 def longest_sum() -> int | None:
     """Most terms that a product may sum in one go without its order depending on the number of rows; None: no limit."""
-    return 256 if on_cpu() else None
+    return 64 if on_cpu() else None
+
+
+def longest_attention_sum() -> int:
+    """Most terms that an attention product may sum where one-token decodes carry fewer rows than a verify block; it is not split."""
+    return 128
 
 
 def compiler_options() -> dict[str, str] | None:
@@ -66,12 +72,12 @@ def rows_agree() -> bool:
     if _cpu_options() is None:
         return False
     rng = np.random.default_rng(0)
-    x, w, v = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((64, 256), (256, 256), (128, 256)))
+    x, w, v = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((64, 64), (64, 128), (128, 1024)))
 
     @functools.partial(jax.jit, compiler_options=_cpu_options())
     def probe(x):
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-        return jax.nn.softmax(x @ w.T, axis=-1) @ v.T
+        return jax.nn.softmax(x @ w, axis=-1) @ v
 
     whole = np.asarray(probe(x))
     return all(np.array_equal(whole[:rows], probe(x[:rows])) for rows in (2, 6))
@@ -83,7 +89,7 @@ def fewest_rows(block_size: int, longest: int) -> int:
     longest: the most terms summed in an attention product, which is not split (head width, ring slots, width of an output group).
     """
     # Between processes an all-reduce picks the order of its sums by size.
-    return 2 if on_cpu() and jax.process_count() == 1 and rows_agree() and longest <= longest_sum() else block_size + 1
+    return 2 if on_cpu() and jax.process_count() == 1 and rows_agree() and longest <= longest_attention_sum() else block_size + 1
 
 
 def jit(function, **options):

@@ -20,6 +20,7 @@ from dspark_jax.cache import new_layer_cache
 from dspark_jax.layers import cached
 from dspark_jax.layers.cached import Rows, attend_cached, new_rows
 from dspark_jax.layers.rope import rotation
+from dspark_jax.parameters import ColumnsFirst
 from dspark_jax.segments import segments
 from support import MAX_SEQ_LEN
 
@@ -74,6 +75,8 @@ def with_values(module, changes: dict):
     for path, change in changes.items():
         key = tuple(int(part) if part.isdigit() else part for part in path.split("."))
         value, old = change(np.array(flat[key][...])), flat[key][...]
+        if isinstance(flat[key], ColumnsFirst):
+            value, old = np.ascontiguousarray(np.swapaxes(value, -1, -2)), flat[key].columns
         # A program is compiled anew for arguments that lie elsewhere.
         flat[key] = flat[key].replace(jax.device_put(value, old.sharding) if isinstance(old, jax.Array) else value)
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.items())))

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import nnx
 
 import dspark_jax as dspark
 from checkpoints.safetensors_file import SafetensorsFile
+from dspark_jax.parameters import Maker, RandomSource
 
 GOLDENS = Path(__file__).parent / "goldens"
 MAX_SEQ_LEN = 128
@@ -46,3 +49,12 @@ def max_error(actual, expected) -> float:
 def same_sets(actual, expected) -> bool:
     """Whether the last axes hold the same ids, in any order."""
     return np.array_equal(np.sort(actual, axis=-1), np.sort(expected, axis=-1))
+
+
+def product_weight(value, columns_first: bool) -> nnx.Variable:
+    """A parameter [N, K] for `dot`, held as models for training hold it or columns first."""
+    source = RandomSource(0)
+    source.columns_first = columns_first
+    parameter = Maker(source, ("",), stacked=False)("weight", value.shape, "f32", product=True)
+    parameter[...] = jnp.asarray(value)
+    return parameter

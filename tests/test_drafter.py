@@ -318,7 +318,7 @@ def test_drafts_do_not_depend_on_the_kinds_of_main_layers(expected_float):
 class NamedSource:
     """Random values that depend on the tensor's name only, not on what was made before it."""
 
-    packed_experts = False
+    packed_experts = columns_first = False
 
     def __call__(self, declared, prefixes):
         seed = sum(f"{prefixes[0]}{declared.tensor}".encode())

@@ -17,7 +17,7 @@ from dspark_jax.layers.rope import rotate, rotation
 from dspark_jax.parameters import Maker, RandomSource
 from golden_parts import (attention, embed, layer_block, main_head, moe, pad_rows, rotary_rows, run, run_changed, whole_layer,
                           with_values)
-from support import GOLDENS, max_error, same_sets
+from support import GOLDENS, max_error, product_weight, same_sets
 
 VALUES, LOGITS = 2e-5, 1e-4  # absolute, as in test_goldens_float.py
 NOTICED = 100  # a mistake deviates by at least so many tolerances
@@ -215,8 +215,10 @@ def test_streams_start_equal(golden_float):
     assert np.array_equal(streams[0, :6, 0], golden_float.module.main.embed[...][:6])
 
 
-def test_precision_is_full_float32():
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_precision_is_full_float32(columns_first):
     """A default matmul would round operands on an accelerator; every product asks for the highest precision."""
-    x, w = np.ones((2, 128), np.float32), np.ones((64, 128), np.float32)
-    text = str(jax.make_jaxpr(Numerics(activation_quant=False).linear)(x, w))
+    weight = product_weight(np.ones((64, 160), np.float32), columns_first)
+    text = str(jax.make_jaxpr(lambda x: Numerics(activation_quant=False).linear(x, weight))(np.ones((2, 160), np.float32)))
+    assert text.count("dot_general") == text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
     assert "HIGHEST" in text and "preferred_element_type=float32" in text

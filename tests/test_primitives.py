@@ -21,7 +21,7 @@ from dspark_jax.layers.rope import MAX_POSITIONS, inverse_frequencies, rotate, r
 from dspark_jax.parameters import Maker, RandomSource
 from pallas_kernels import fp4
 from pallas_kernels.activation import act_quant, fp4_act_quant, power_of_two_scale, round_to_e2m1
-from support import GOLDENS, max_error, same_sets
+from support import GOLDENS, max_error, product_weight, same_sets
 
 CONFIG = ModelConfig.from_file(GOLDENS)
 
@@ -121,8 +121,10 @@ def test_hadamard(primitives, width):
 
 # Linears and experts
 
-def test_fp8_linear(primitives):
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_fp8_linear(primitives, columns_first):
     weight = formats.dequantise_fp8(primitives["fp8_linear.weight"].view(np.uint8), primitives["fp8_linear.scale"])
+    weight = product_weight(weight, columns_first)
     x, y = primitives["fp8_linear.x"], primitives["fp8_linear.y"]
     tolerance = 1e-6 * np.abs(y).max()
     assert max_error(Numerics().linear(x, weight), y) < tolerance

@@ -68,26 +68,26 @@ class Attention(nnx.Module):
         self.numerics, self.eps = numerics, config.rms_norm_eps
         self.width, self.group_rank = c, group_rank
         self.plain = c - config.qk_rope_head_dim
-        self.wq_a = make("attn.wq_a", (rank, d), "fp8")
+        self.wq_a = make("attn.wq_a", (rank, d), "fp8", product=True)
         self.q_norm = RMSNorm("attn.q_norm", rank, self.eps, numerics.dtype, make)
-        self.wq_b = make("attn.wq_b", (h * c, rank), "fp8", ("heads", None))
-        self.wkv = make("attn.wkv", (c, d), "fp8")
+        self.wq_b = make("attn.wq_b", (h * c, rank), "fp8", ("heads", None), product=True)
+        self.wkv = make("attn.wkv", (c, d), "fp8", product=True)
         self.kv_norm = RMSNorm("attn.kv_norm", c, self.eps, numerics.dtype, make)
         self.sink = make("attn.attn_sink", (h,), "f32", ("heads",), init="zeros")
         self.wo_a = make("attn.wo_a", (groups * group_rank, h * c // groups), "fp8", ("groups", None))
-        self.wo_b = make("attn.wo_b", (d, groups * group_rank), "fp8", (None, "groups"))
+        self.wo_b = make("attn.wo_b", (d, groups * group_rank), "fp8", (None, "groups"), product=True)
 
     def queries(self, x: jax.Array, rotation) -> tuple[jax.Array, jax.Array]:
         """x [B, T, D] -> low-rank queries [B, T, rank] (the indexer shares them) and rotated heads [B, T, H, C]."""
-        low = self.q_norm(self.numerics.linear(x, self.wq_a[...]))
-        q = self.numerics.linear(low, self.wq_b[...]).reshape(*x.shape[:2], -1, self.width)
+        low = self.q_norm(self.numerics.linear(x, self.wq_a))
+        q = self.numerics.linear(low, self.wq_b).reshape(*x.shape[:2], -1, self.width)
         q = (q.astype(jnp.float32) * inverse_rms(q, self.eps)).astype(self.numerics.dtype)
         cos, sin = rotation
         return low, rotate(q, (cos[:, :, None], sin[:, :, None]))
 
     def keys(self, x: jax.Array, rotation) -> jax.Array:
         """x [B, T, D] -> [B, T, C]: rotated, and quantised except for the rotary channels, as it is stored."""
-        return self.quantise_key(rotate(self.kv_norm(self.numerics.linear(x, self.wkv[...])), rotation))
+        return self.quantise_key(rotate(self.kv_norm(self.numerics.linear(x, self.wkv)), rotation))
 
     def quantise_key(self, key: jax.Array) -> jax.Array:
         """key [..., C]: e4m3 in blocks of 64 over the channels that are not rotary."""
@@ -103,4 +103,4 @@ class Attention(nnx.Module):
         o = o.reshape(*o.shape[:2], *wo_a.shape[::2])
         z = jnp.einsum("btgk,grk->btgr", o, wo_a, precision=precision(o), preferred_element_type=jnp.float32)
         z = z.astype(self.numerics.dtype).reshape(*o.shape[:2], -1)
-        return self.numerics.summed_linear(z, self.wo_b[...])
+        return self.numerics.summed_linear(z, self.wo_b)

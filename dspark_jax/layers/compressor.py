@@ -26,8 +26,8 @@ class Compressor(nnx.Module):
         self.config, self.width, self.ratio = config, width, ratio
         self.halves = 2 if ratio == OVERLAPPED_RATIO else 1
         size = self.halves * width
-        self.wkv = make(f"{prefix}.wkv.weight", (size, config.hidden_size), "bf16")
-        self.wgate = make(f"{prefix}.wgate.weight", (size, config.hidden_size), "bf16")
+        self.wkv = make(f"{prefix}.wkv.weight", (size, config.hidden_size), "bf16", product=True)
+        self.wgate = make(f"{prefix}.wgate.weight", (size, config.hidden_size), "bf16", product=True)
         self.ape = make(f"{prefix}.ape", (ratio, size), "f32", init="zeros")
         self.norm = RMSNorm(f"{prefix}.norm", width, config.rms_norm_eps, numerics.dtype, make)
 
@@ -38,8 +38,8 @@ class Compressor(nnx.Module):
 
     def project(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """x [B, T, D], positions [B, T] -> [B, T, 2 (value, gate score), O*width] float32."""
-        gate = dot(x, self.wgate[...]) + self.ape[...][positions % self.ratio]
-        return jnp.stack([dot(x, self.wkv[...]), gate], axis=2)
+        gate = dot(x, self.wgate) + self.ape[...][positions % self.ratio]
+        return jnp.stack([dot(x, self.wkv), gate], axis=2)
 
     def pool(self, inputs: jax.Array, first: jax.Array) -> jax.Array:
         """inputs [B, E, members, 2, O*width] of E entries in token order, first [B, E] entry ids -> rotated entries [B, E, width].

@@ -10,18 +10,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dspark_jax.config import ModelConfig
-from dspark_jax.layers.numerics import dot
+from dspark_jax.layers.numerics import dot_parts
 
 Streams = tuple[jax.Array, ...]
 
 
-def _projections(streams: Streams, fn: jax.Array, eps: float) -> jax.Array:
+def _projections(streams: Streams, fn: nnx.Variable, eps: float) -> jax.Array:
     """(fn x) / rms(x) for x the concatenation of the streams; fn [O, M*D] -> [O, B, T] float32."""
-    width = streams[0].shape[-1]
     parts = [s.astype(jnp.float32) for s in streams]
     squares = sum(jnp.sum(s * s, axis=-1) for s in parts)
-    products = sum(dot(s, fn[:, i * width:(i + 1) * width]) for i, s in enumerate(parts))
-    return jnp.moveaxis(products * jax.lax.rsqrt(squares / fn.shape[-1] + eps)[..., None], -1, 0)
+    width = len(streams) * streams[0].shape[-1]
+    return jnp.moveaxis(dot_parts(parts, fn) * jax.lax.rsqrt(squares / width + eps)[..., None], -1, 0)
 
 
 def sinkhorn(scores: jax.Array, iterations: int, eps: float) -> jax.Array:
@@ -53,14 +52,14 @@ class HyperConnection(nnx.Module):
         m, d = config.hc_mult, config.hidden_size
         self.copies, self.iterations = m, config.hc_sinkhorn_iters
         self.hc_eps, self.rms_eps, self.dtype = config.hc_eps, config.rms_norm_eps, dtype
-        self.fn = make(f"hc_{name}_fn", ((2 + m) * m, m * d), "f32")
+        self.fn = make(f"hc_{name}_fn", ((2 + m) * m, m * d), "f32", product=True)
         self.base = make(f"hc_{name}_base", ((2 + m) * m,), "f32", init="hc_base")
         self.scale = make(f"hc_{name}_scale", (3,), "f32", init="ones")
 
     def weights(self, streams: Streams):
         """pre [M, B, T], post [M, B, T], mix [M, M, B, T] for streams M x [B, T, D]."""
         m = self.copies
-        projected = _projections(streams, self.fn[...], self.rms_eps)
+        projected = _projections(streams, self.fn, self.rms_eps)
         base, scale = self.base[...][:, None, None], self.scale[...]
         pre = jax.nn.sigmoid(projected[:m] * scale[0] + base[:m]) + self.hc_eps
         post = 2.0 * jax.nn.sigmoid(projected[m:2 * m] * scale[1] + base[m:2 * m])
@@ -85,11 +84,11 @@ class Collapse(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: str, make):
         m, d = config.hc_mult, config.hidden_size
         self.hc_eps, self.rms_eps, self.dtype = config.hc_eps, config.rms_norm_eps, dtype
-        self.fn = make("hc_head_fn", (m, m * d), "f32")
+        self.fn = make("hc_head_fn", (m, m * d), "f32", product=True)
         self.base = make("hc_head_base", (m,), "f32", init="zeros")
         self.scale = make("hc_head_scale", (1,), "f32", init="ones")
 
     def __call__(self, streams: Streams) -> jax.Array:
-        projected = _projections(streams, self.fn[...], self.rms_eps)
+        projected = _projections(streams, self.fn, self.rms_eps)
         weights = jax.nn.sigmoid(projected * self.scale[...] + self.base[...][:, None, None]) + self.hc_eps
         return _weighted(weights, streams).astype(self.dtype)

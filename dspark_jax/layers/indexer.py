@@ -8,7 +8,7 @@ from flax import nnx
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.layers.compressor import Compressor
-from dspark_jax.layers.numerics import Numerics, dot, precision
+from dspark_jax.layers.numerics import Numerics, dot, dot_columns, precision
 from dspark_jax.layers.rope import rotate
 from dspark_jax.sharding import sum_over_model
 from pallas_kernels.activation import fp4_act_quant
@@ -20,7 +20,7 @@ def hadamard(x: jax.Array) -> jax.Array:
     index = np.arange(width)
     signs = 1.0 - 2.0 * (np.bitwise_count(index[:, None] & index[None, :]) % 2)
     matrix = jnp.asarray(signs / np.sqrt(width), jnp.float32)
-    return dot(x.astype(jnp.float32), matrix).astype(x.dtype)
+    return dot_columns(x.astype(jnp.float32), matrix).astype(x.dtype)
 
 
 class Indexer(nnx.Module):
@@ -29,19 +29,19 @@ class Indexer(nnx.Module):
     def __init__(self, config: ModelConfig, numerics: Numerics, ratio: int, make):
         heads, width = config.index_n_heads, config.index_head_dim
         self.heads, self.width, self.numerics = heads, width, numerics
-        self.wq_b = make("attn.indexer.wq_b", (heads * width, config.q_lora_rank), "fp8", ("index_heads", None))
-        self.weights_proj = make("attn.indexer.weights_proj.weight", (heads, config.hidden_size), "bf16", ("index_heads", None))
+        self.wq_b = make("attn.indexer.wq_b", (heads * width, config.q_lora_rank), "fp8", ("index_heads", None), product=True)
+        self.weights_proj = make("attn.indexer.weights_proj.weight", (heads, config.hidden_size), "bf16", ("index_heads", None), product=True)
         self.compressor = Compressor(config, numerics, "attn.indexer.compressor", width, ratio, make)
 
     def queries(self, low: jax.Array, rotation) -> jax.Array:
         """low [B, T, rank] -> [B, T, Hi, di]."""
-        q = self.numerics.linear(low, self.wq_b[...]).reshape(*low.shape[:2], -1, self.width)
+        q = self.numerics.linear(low, self.wq_b).reshape(*low.shape[:2], -1, self.width)
         cos, sin = rotation
         return self.quantise(rotate(q, (cos[:, :, None], sin[:, :, None])))
 
     def head_weights(self, x: jax.Array) -> jax.Array:
         """x [B, T, D] -> [B, T, Hi] float32."""
-        return dot(x, self.weights_proj[...]) * jnp.float32(self.width ** -0.5 * self.heads ** -0.5)
+        return dot(x, self.weights_proj) * jnp.float32(self.width ** -0.5 * self.heads ** -0.5)
 
     def quantise(self, x: jax.Array) -> jax.Array:
         """Queries and entries alike: Hadamard, then e2m1 in blocks of 32."""

@@ -42,16 +42,16 @@ class SharedExpert(nnx.Module):
     def __init__(self, config: ModelConfig, numerics: Numerics, make):
         f, d = config.moe_intermediate_size, config.hidden_size
         self.numerics, self.limit = numerics, config.swiglu_limit
-        self.w1 = make("ffn.shared_experts.w1", (f, d), "fp8")
-        self.w3 = make("ffn.shared_experts.w3", (f, d), "fp8")
-        self.w2 = make("ffn.shared_experts.w2", (d, f), "fp8")
+        self.w1 = make("ffn.shared_experts.w1", (f, d), "fp8", product=True)
+        self.w3 = make("ffn.shared_experts.w3", (f, d), "fp8", product=True)
+        self.w2 = make("ffn.shared_experts.w2", (d, f), "fp8", product=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., D] -> [..., D] of the compute dtype."""
-        gate = self.numerics.linear(x, self.w1[...]).astype(jnp.float32)
-        up = self.numerics.linear(x, self.w3[...]).astype(jnp.float32)
+        gate = self.numerics.linear(x, self.w1).astype(jnp.float32)
+        up = self.numerics.linear(x, self.w3).astype(jnp.float32)
         hidden = jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
-        return self.numerics.linear(hidden.astype(self.numerics.dtype), self.w2[...])
+        return self.numerics.linear(hidden.astype(self.numerics.dtype), self.w2)
 
 
 class MoE(nnx.Module):
@@ -64,7 +64,7 @@ class MoE(nnx.Module):
         e, d, v, a = config.n_routed_experts, config.hidden_size, config.vocab_size, config.num_experts_per_tok
         self.numerics, self.active, self.hashed = numerics, a, hashed
         self.scaling, self.limit = config.routed_scaling_factor, config.swiglu_limit
-        self.gate = make("ffn.gate.weight", (e, d), "bf16")
+        self.gate = make("ffn.gate.weight", (e, d), "bf16", product=True)
         if hashed:
             self.table = make("ffn.gate.tid2eid", (v, a), "i64", init=f"hash{e}")
         else:
@@ -74,7 +74,7 @@ class MoE(nnx.Module):
 
     def route(self, x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [..., D], token ids [...] -> chosen experts [..., A] int32, their weights [..., A] float32, all scores [..., E]."""
-        scores = jnp.sqrt(jax.nn.softplus(dot(x, self.gate[...])))
+        scores = jnp.sqrt(jax.nn.softplus(dot(x, self.gate)))
         if self.hashed:
             chosen = self.table[...][ids]
         else:

@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from dspark_jax import sharding
+from dspark_jax.parameters import ColumnsFirst
 from dspark_jax.platform import longest_sum
 from pallas_kernels.activation import act_quant, act_quant_of_part
 
@@ -31,31 +34,50 @@ class Numerics:
     def quantise(self, x: jax.Array, block: int) -> jax.Array:
         return act_quant(x, block) if self.activation_quant else x
 
-    def linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def linear(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
         """A linear whose weight is stored FP8 (spec section 3, lin). x [..., K], weight [N, K] -> [..., N] in the compute dtype."""
         return dot(self.quantise(x, 128), weight).astype(self.dtype)
 
-    def summed_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def summed_linear(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
         """`linear` where the K channels of x [..., K] and weight [N, K] are cut over the model axis: the devices' products are summed."""
         if self.activation_quant:
             x = act_quant_of_part(x, 128, sharding.MODEL) if sharding.model_shards() > 1 else act_quant(x, 128)
         return sharding.sum_over_model(dot(x, weight)).astype(self.dtype)
 
 
-def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., K] times weight [N, K] transposed -> [..., N] float32, accumulated in float32.
+def dot(x: jax.Array, weight: nnx.Variable) -> jax.Array:
+    """x [..., K] times the parameter weight [N, K] transposed -> [..., N] float32, accumulated in float32.
 
-    Where a backend would split a long sum by the number of rows, it is split here instead, always at the same places.
+    A parameter that its source stored columns first, [K, N], is multiplied for decoding: where a backend would split a long sum by the
+    number of rows, it is split here instead, always at the same places.
     """
+    if isinstance(weight, ColumnsFirst):
+        return dot_columns(x, weight.columns)
+    return _dot(x, weight[...], 1)
+
+
+def dot_parts(parts: list[jax.Array], weight: nnx.Variable) -> jax.Array:
+    """`dot` of the parts put together along their last axis; for whole sequences they are not, which would take a copy."""
+    if isinstance(weight, ColumnsFirst):
+        return dot(jnp.concatenate(parts, axis=-1), weight)
+    width = parts[0].shape[-1]
+    return sum(_dot(part, weight[:, i * width:(i + 1) * width], 1) for i, part in enumerate(parts))
+
+
+def dot_columns(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., K] times weight [K, N] -> [..., N] float32; a row's bits depend on that row only, also on a CPU."""
     width, step = x.shape[-1], longest_sum()
     if step is None or width <= step:
-        return _dot(x, weight)
-    parts = [_dot(x[..., at:at + step], weight[:, at:at + step]) for at in range(0, width, step)]
-    return sum(parts[1:], parts[0])
+        return _dot(x, weight, 0)
+    whole = width // step * step
+    parts = jnp.einsum("...pk,pkn->p...n", x[..., :whole].reshape(*x.shape[:-1], -1, step),
+                       weight[:whole].reshape(-1, step, weight.shape[1]), precision=precision(x), preferred_element_type=jnp.float32)
+    total = functools.reduce(jnp.add, parts)
+    return total if whole == width else total + _dot(x[..., whole:], weight[whole:], 0)
 
 
-def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision(x),
+def _dot(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())), precision=precision(x),
                                preferred_element_type=jnp.float32)
 
 

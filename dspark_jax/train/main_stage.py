@@ -24,7 +24,7 @@ BALANCE_RATE = 0.004  # in the unit of router scores, a step; falls to 0 with th
 class BalancedTables:
     """Random values, but hash tables that give every expert an equal share of the text. frequencies [V] of the ids."""
 
-    packed_experts = False
+    packed_experts = columns_first = False
 
     def __init__(self, seed: int, frequencies: np.ndarray):
         self._random, self._rng, self._frequencies = RandomSource(seed), np.random.default_rng(seed), frequencies

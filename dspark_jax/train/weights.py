@@ -59,7 +59,7 @@ def official_items(module: nnx.Module, prefixes: dict[str, tuple[str, ...]]) -> 
 class PrefixSource:
     """Wraps a parameter source and remembers, by declaration identity, which layers each parameter stands for."""
 
-    packed_experts = False
+    packed_experts = columns_first = False
 
     def __init__(self, source):
         self._source, self.calls = source, []

@@ -1,0 +1,53 @@
+"""Products whose bits do not depend on the number of rows, on machines with few cores and with many."""
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from dspark_jax import platform
+from dspark_jax.layers.numerics import dot
+from support import product_weight
+
+ROWS = (2, 3, 6, 7, 8, 33, 128)
+SHAPES = [(24, 512), (128, 128), (1024, 256), (4096, 128), (384, 200)]
+# XLA makes as many threads for a product as this variable says there are cores.
+CORES = "NPROC"
+
+
+def row_counts_that_differ(shape, product) -> list[int]:
+    """Of ROWS, those for which the first two rows of x times a weight of this shape are not what they are for two rows."""
+    rng = np.random.default_rng(0)
+    weight, x = (rng.standard_normal(size).astype(np.float32) for size in (shape, (max(ROWS), shape[1])))
+    run = platform.jit(lambda x, parameter=product_weight(weight, columns_first=True): product(x, parameter))
+    two = np.asarray(run(x[:2]))
+    return [rows for rows in ROWS if not np.array_equal(np.asarray(run(x[:rows]))[:2], two)]
+
+
+def plain(x, parameter):
+    return jax.lax.dot_general(x, parameter[...], (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
+
+
+@pytest.mark.parametrize("cores", [4, 16])
+def test_rows_do_not_depend_on_their_number(cores):
+    program = "import test_products as t; print([t.row_counts_that_differ(s, t.dot) for s in t.SHAPES])"
+    environment = {**os.environ, CORES: str(cores), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=os.path.dirname(__file__), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([[]] * len(SHAPES))
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one thread does not cut a sum")
+def test_an_unsplit_product_would_depend_on_it():
+    assert row_counts_that_differ((4096, 128), plain)
+
+
+@pytest.mark.parametrize("terms", [64, 96, 128, 200])
+def test_splitting_keeps_the_sum(terms):
+    rng = np.random.default_rng(0)
+    weight, x = rng.standard_normal((40, terms)).astype(np.float32), rng.standard_normal((3, 5, terms)).astype(np.float32)
+    exact = x.astype(np.float64) @ weight.T.astype(np.float64)
+    for columns_first in (False, True):
+        assert np.abs(np.asarray(dot(x, product_weight(weight, columns_first))) - exact).max() < 2e-6 * np.sqrt(terms)
