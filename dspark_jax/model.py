@@ -94,7 +94,7 @@ def _segment(config: ModelConfig, numerics: Numerics, source: Source, plan: Segm
 
 def _whole(head: nnx.Param, mesh: Mesh) -> nnx.Param:
     declared = dataclasses.replace(head.get_metadata("declared"), axes=(None, None))
-    held = head.columns if isinstance(head, ColumnsFirst) else head[...]
+    held = head.columns if isinstance(head, ColumnsFirst) else head.get_value()
     return type(head)(replicate(mesh, held), declared=declared)
 
 
