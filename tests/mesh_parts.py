@@ -71,7 +71,7 @@ def check_placement(model, data: int, shards: int) -> None:
     }
     for name, (parameter, shape) in parts.items():
         assert {s.data.shape for s in parameter[...].addressable_shards} == {shape}, name
-    whole = main.draft_head()
+    whole = main.draft_head()[...]
     assert {s.data.shape for s in whole.addressable_shards} == {whole.shape}
     assert (main.whole_head is None) == (shards == 1), "one device must not hold the head twice"
 
