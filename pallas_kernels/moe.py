@@ -11,15 +11,19 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import gpu, tpu
 from pallas_kernels.reference import moe_fp4_reference
 from pallas_kernels.routing import Held
-from pallas_kernels.xla import moe_fp4_xla
+from pallas_kernels.xla import ColumnExperts, moe_fp4_xla
 
 
 class Experts(NamedTuple):
-    """The E experts held here. Packed FP4 with its scales, or dequantised floats with s13 = s2 = None."""
+    """The E experts held here. Packed FP4 with its scales, or dequantised floats with s13 = s2 = None.
+
+    Dequantised narrow ones may also be held columns first, as `ColumnExperts`, for backend "xla".
+    """
 
     w13: jax.Array  # uint8 [E, 2F, D/2] or float [E, 2F, D]; gate (w1) rows first, then up (w3)
     s13: jax.Array | None  # uint8 [E, 2F, D/32], e8m0; bytes up to largest_scale(platform)
@@ -40,14 +44,16 @@ _KERNELS = {"tpu": ("pallas_tpu", 256), "gpu": ("pallas_gpu", 32)}
 _LARGEST_SCALES = {"tpu": tpu.LARGEST_SCALE, "gpu": gpu.LARGEST_SCALE}
 
 
-def default_backend(experts: Experts, platform: str | None = None) -> str:
+def default_backend(experts: Experts | ColumnExperts, platform: str | None = None) -> str:
     """The one place where a platform chooses: its kernel for packed experts of a size it can tile, else plain XLA.
 
     platform: "cpu", "gpu" or "tpu"; None: this process's own. It differs where programs are compiled for a machine not at hand.
     """
     name, multiple = _KERNELS.get(platform or jax.default_backend(), ("xla", 1))
+    if experts.s13 is None:
+        return "xla"
     fits = experts.w2.shape[1] % multiple == 0 and experts.w13.shape[1] // 2 % multiple == 0
-    return name if experts.s13 is not None and fits else "xla"
+    return name if fits else "xla"
 
 
 def largest_scale(platform: str) -> int:
@@ -60,7 +66,7 @@ def moe_fp4(
     ids: jax.Array,
     weights: jax.Array,
     mask: jax.Array,
-    experts: Experts,
+    experts: Experts | ColumnExperts,
     *,
     swiglu_limit: float,
     first_expert: int | jax.Array = 0,
@@ -88,6 +94,8 @@ def moe_fp4(
         raise ValueError(f"backend {name!r}: choose one of {', '.join(BACKENDS)}")
     if name.startswith("pallas") and experts.s13 is None:
         raise ValueError(f"backend {name!r} takes packed FP4 experts; these are dequantised (use 'xla')")
+    if name == "reference" and isinstance(experts, ColumnExperts):
+        experts = Experts(jnp.swapaxes(experts.w13, 1, 2), None, jnp.swapaxes(experts.w2, 1, 2), None)
     return BACKENDS[name](
         x,
         ids,

@@ -3,12 +3,17 @@
 Tiles of rows that share an expert (`routing`) are computed one after the other under a dynamic trip count, so that time goes with
 the active experts. How a tile is multiplied depends on the expert's width alone, never on the number of rows:
 
-* narrow experts (up to 512 columns): a GEMM of the tile against the expert. In the prefill regime all tiles go in one batched
-  matmul, which has a gradient and is fast for thousands of rows; experts must then be dequantised;
+* narrow experts (up to 512 columns): a GEMM of the tile against the expert, which is held columns first: a CPU multiplies a few
+  rows several times faster so. Sums are cut into parts of 64 terms, because XLA's CPU backend cuts longer ones itself, differently
+  for 8 rows and for 64. In the prefill regime all tiles go in one batched matmul, which is fast for thousands of rows; experts must
+  then be dequantised. Held rows first, they are multiplied whole, for training: this is the way that has a gradient;
 * wide experts: one row a tile, as a multiplication and a reduction that XLA fuses with the slice that picks the expert (and with
   the FP4 arithmetic if the expert is packed), so that the expert is read in place. A GEMM would first copy the slice (67 MB for
   one real w13) and then repack it: measured, that takes as long as 20 fused rows.
 """
+
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,33 +24,59 @@ from pallas_kernels.expert import gated, maybe_quantise
 DECODE_TILE = 8
 PREFILL_TILE = 64
 WIDEST_GEMM = 512
+LONGEST_SUM = 64
 # The fused reduction's inner shape: 8 terms are added per lane, 16 lanes fill an AVX-512 register. Others took 3-5 times as long.
 TERMS, LANES = 8, 16
 
 
-def _is_wide(experts) -> bool:
-    width, inner = experts.w2.shape[1], experts.w13.shape[1] // 2
-    step = TERMS * LANES * (1 if experts.s13 is None else 2)
+def is_wide(width: int, inner: int, packed: bool) -> bool:
+    """Whether experts of D = width and F = inner count as wide."""
+    step = TERMS * LANES * (2 if packed else 1)
     return max(width, inner) > WIDEST_GEMM and width % step == 0 and inner % step == 0
 
 
-def _gemm(x: jax.Array, w: jax.Array) -> jax.Array:
+class ColumnExperts(NamedTuple):
+    """Dequantised experts held columns first: what the xla backend computes narrow ones with on a CPU. See `moe.Experts`."""
+
+    w13: jax.Array  # float [E, D, 2F], gate columns first, then up
+    w2: jax.Array  # float [E, F, D]
+    s13 = s2 = None
+
+
+def _whole_gemm(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [..., R, K], w [..., N, K] to f32 [..., R, N]."""
-    batch = tuple(range(x.ndim - 2))
-    dims = (((x.ndim - 1,), (w.ndim - 1,)), (batch, batch))
-    return jax.lax.dot_general(
-        x, w.astype(x.dtype), dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+    return _product("...rk,...nk->...rn", x, w)
 
 
-def _tile(x, weight, w13, w2, swiglu_limit, activation_quant):
-    """One tile or a batch of them: x [..., R, D], weight [..., R, 1], w13 [..., 2F, D], w2 [..., D, F] to f32 [..., R, D]."""
-    hidden = gated(*jnp.split(_gemm(x, w13), 2, axis=-1), weight, swiglu_limit)
-    return _gemm(maybe_quantise(hidden, activation_quant).astype(x.dtype), w2)
+def _gemm(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [..., R, K], w [..., K, N] to f32 [..., R, N]; the bits of a row do not depend on R."""
+    terms = x.shape[-1]
+    whole = terms // LONGEST_SUM * LONGEST_SUM
+    parts = []
+    if whole:
+        pieces = x[..., :whole].reshape(*x.shape[:-1], -1, LONGEST_SUM)
+        w_pieces = w[..., :whole, :].reshape(*w.shape[:-2], -1, LONGEST_SUM, w.shape[-1])
+        sums = _product("...rpk,...pkn->...prn", pieces, w_pieces)
+        parts = [sums[..., p, :, :] for p in range(whole // LONGEST_SUM)]
+    if whole < terms:
+        parts.append(_product("...rk,...kn->...rn", x[..., whole:], w[..., whole:, :]))
+    return functools.reduce(jnp.add, parts)
+
+
+def _product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, x, w.astype(x.dtype), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _tile(gemm, x, weight, w13, w2, swiglu_limit, activation_quant):
+    """One tile or a batch of them: x [..., R, D], weight [..., R, 1], experts as gemm takes them, to f32 [..., R, D]."""
+    hidden = gated(*jnp.split(gemm(x, w13), 2, axis=-1), weight, swiglu_limit)
+    return gemm(maybe_quantise(hidden, activation_quant).astype(x.dtype), w2)
 
 
 def _batched(tiles, weight, experts, plan, swiglu_limit, activation_quant):
-    return _tile(tiles, weight, experts.w13[plan.tile_expert], experts.w2[plan.tile_expert], swiglu_limit, activation_quant)
+    gemm = _gemm if isinstance(experts, ColumnExperts) else _whole_gemm
+    w13, w2 = experts.w13[plan.tile_expert], experts.w2[plan.tile_expert]
+    return _tile(gemm, tiles, weight, w13, w2, swiglu_limit, activation_quant)
 
 
 def _looped(tiles, plan, one_tile):
@@ -57,12 +88,14 @@ def _looped(tiles, plan, one_tile):
 def _narrow(tiles, weight, experts, plan, swiglu_limit, activation_quant):
     def one_tile(i):
         take = lambda a: jax.lax.dynamic_index_in_dim(a, plan.tile_expert[i], keepdims=False)
-        if experts.s13 is None:
+        if isinstance(experts, ColumnExperts):
             w13, w2 = take(experts.w13), take(experts.w2)
+        elif experts.s13 is None:
+            w13, w2 = take(experts.w13).T, take(experts.w2).T
         else:
-            w13 = fp4.dequantise(take(experts.w13), take(experts.s13))
-            w2 = fp4.dequantise(take(experts.w2), take(experts.s2))
-        return _tile(tiles[i], weight[i], w13, w2, swiglu_limit, activation_quant)
+            w13 = fp4.dequantise(take(experts.w13), take(experts.s13)).T
+            w2 = fp4.dequantise(take(experts.w2), take(experts.s2)).T
+        return _tile(_gemm, tiles[i], weight[i], w13, w2, swiglu_limit, activation_quant)
 
     return _looped(tiles, plan, one_tile)
 
@@ -111,8 +144,9 @@ def _wide(tiles, weight, experts, plan, swiglu_limit, activation_quant):
 
 def moe_fp4_xla(x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime):
     """See `pallas_kernels.moe.moe_fp4`."""
-    wide = _is_wide(experts)
-    batched = regime == "prefill" and experts.s13 is None and not wide
+    columns_first, packed = isinstance(experts, ColumnExperts), experts.s13 is not None
+    wide = not columns_first and is_wide(experts.w2.shape[1], experts.w13.shape[1] // 2, packed)
+    batched = regime == "prefill" and not packed and not wide
     tile = 1 if wide else PREFILL_TILE if regime == "prefill" else DECODE_TILE
     plan = routing.schedule(ids, mask, here, tile)
     tiles = routing.to_tiles(maybe_quantise(x, activation_quant), plan)

@@ -8,6 +8,7 @@ from flax import nnx
 import pallas_kernels
 from dspark_jax.config import ModelConfig
 from dspark_jax.layers.numerics import Numerics, dot
+from dspark_jax.parameters import ColumnsFirst
 from dspark_jax.platform import target
 from dspark_jax.sharding import model_index, sum_over_model
 
@@ -20,18 +21,21 @@ class Experts(nnx.Module):
         gate_up, down = "ffn.experts.{e}.w1|ffn.experts.{e}.w3", "ffn.experts.{e}.w2"
         axes = ("experts", None, None)
         part = "packed" if make.packed_experts else "value"
-        self.w13 = make(gate_up, (e, 2 * f, d), "fp4", axes, part=part)
-        self.w2 = make(down, (e, d, f), "fp4", axes, part=part)
+        gemm = not (make.packed_experts or pallas_kernels.is_wide(d, f, packed=False))
+        self.w13 = make(gate_up, (e, 2 * f, d), "fp4", axes, part=part, product=gemm)
+        self.w2 = make(down, (e, d, f), "fp4", axes, part=part, product=gemm)
         self.packed = make.packed_experts
         if self.packed:
             self.s13 = make(gate_up, (e, 2 * f, d), "fp4", axes, part="scale")
             self.s2 = make(down, (e, d, f), "fp4", axes, part="scale")
 
-    def arrays(self) -> pallas_kernels.Experts:
+    def arrays(self) -> pallas_kernels.Experts | pallas_kernels.ColumnExperts:
+        if isinstance(self.w13, ColumnsFirst):
+            return pallas_kernels.ColumnExperts(self.w13.columns, self.w2.columns)
         scales = (self.s13[...], self.s2[...]) if self.packed else (None, None)
         return pallas_kernels.Experts(w13=self.w13[...], s13=scales[0], w2=self.w2[...], s2=scales[1])
 
-    def of_all_layers(self) -> pallas_kernels.Experts:
+    def of_all_layers(self) -> pallas_kernels.Experts | pallas_kernels.ColumnExperts:
         """The experts of n stacked layers as n*E experts, without a copy: layer l's expert e is number l*E + e."""
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), self.arrays())
 

@@ -8,16 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.platform import compiler_options
-from pallas_kernels import Experts, fp4, moe_fp4
+from pallas_kernels import ColumnExperts, Experts, fp4, moe_fp4
 
 LIMIT = 3.0  # low enough that both clamps act on these inputs
-# name -> (backend, experts held dequantised, rounds activations to bfloat16)
+def dequantised(experts: Experts) -> Experts:
+    return Experts(fp4.np_dequantise(experts.w13, experts.s13), None, fp4.np_dequantise(experts.w2, experts.s2), None)
+
+
+def columns_first(experts: Experts) -> ColumnExperts:
+    w13, _, w2, _ = dequantised(experts)
+    return ColumnExperts(*(np.ascontiguousarray(np.swapaxes(w, 1, 2)) for w in (w13, w2)))
+
+
+# name -> (backend, how experts are held, rounds activations to bfloat16)
 BACKENDS = {
-    "reference": ("reference", False, False),
-    "xla": ("xla", True, False),
-    "xla-packed": ("xla", False, False),
-    "tpu": ("pallas_tpu_interpret", False, True),
-    "gpu": ("pallas_gpu_interpret", False, True),
+    "reference": ("reference", None, False),
+    "xla": ("xla", dequantised, False),
+    "xla-columns": ("xla", columns_first, False),
+    "xla-packed": ("xla", None, False),
+    "tpu": ("pallas_tpu_interpret", None, True),
+    "gpu": ("pallas_gpu_interpret", None, True),
 }
 
 
@@ -39,12 +49,9 @@ def program(name: str, regime: str, activation_quant: bool, first_expert: int):
     return jax.jit(functools.partial(moe_fp4, **options), compiler_options=compiler_options())
 
 
-def dequantised(experts: Experts) -> Experts:
-    return Experts(fp4.np_dequantise(experts.w13, experts.s13), None, fp4.np_dequantise(experts.w2, experts.s2), None)
-
-
 def run(name: str, call: Call, *, regime="decode", activation_quant=False) -> np.ndarray:
-    experts = dequantised(call.experts) if BACKENDS[name][1] else call.experts
+    held = BACKENDS[name][1]
+    experts = held(call.experts) if held else call.experts
     function = program(name, regime, activation_quant, call.first_expert)
     return np.asarray(function(call.x, call.ids, call.weights, call.mask, experts))
 

@@ -86,8 +86,8 @@ def test_a_table_may_hold_more(name):
     other = make_call(7, routes(6, 9, 2, 6), held=4, width=64, inner=32).experts
     stacked = [np.concatenate([b, a, b]) for a, b in zip(call.experts, other)]
     experts = Experts(*stacked)
-    if BACKENDS[name][1]:
-        experts = dequantised(experts)
+    if held := BACKENDS[name][1]:
+        experts = held(experts)
     function = jax.jit(
         lambda offset, *call, experts: moe_fp4(
             *call, experts, swiglu_limit=LIMIT, first_expert=1, held=4, offset=offset, backend=BACKENDS[name][0]
