@@ -1,9 +1,47 @@
-"""The golden model and its numbers, loaded once a session; the programs it compiles are shared by all tests of a process."""
+"""The golden model and its numbers, loaded once a session; the programs it compiles are shared by all tests of a process.
+
+With several test processes, files that need the same programs go to one of them, which compiles them once.
+"""
+
+from pathlib import Path
 
 import pytest
 
 from golden_parts import play
 from support import golden_arrays, golden_model
+
+# Each line is run by one process. What takes longest begins first; files that are not named follow, each on its own.
+TOGETHER = (
+    ("test_mesh_streams",),
+    ("test_sharding",),
+    ("test_distributed",),
+    ("test_drafter", "test_goldens_float", "test_round", "test_sequence", "test_state_prefill"),
+    ("test_goldens_reference", "test_state_bounds", "test_state_streams"),
+    ("test_generate",),
+    ("test_state_rejection", "test_state_rings"),
+    ("test_matrix",),
+    ("test_compile",),
+    ("test_train",),
+    ("test_tiny",),
+)
+LINES = {name: number for number, names in enumerate(TOGETHER) for name in names}
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LINES.get(item.path.stem, len(TOGETHER)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return str(LINES.get(Path(file).stem, file))
+
+    config.option.loadscopereorder = False  # by number of tests
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
