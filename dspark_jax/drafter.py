@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from dspark_jax.cache import Cache, in_window
+from dspark_jax.cache import Cache, in_window, write
 from dspark_jax.config import ModelConfig
 from dspark_jax.layers.attention import absorb, finish, start
 from dspark_jax.layers.block import Block
@@ -57,11 +57,11 @@ class Drafter(nnx.Module):
 
     def prime(self, cache: Cache, hidden: jax.Array, rows: Rows) -> Cache:
         """Writes the stage rings for the rows just computed by the main model."""
-        size = cache.stages.shape[2]
-        slots = jnp.where(rows.mask, rows.positions % size, size)
-        batch = jnp.arange(slots.shape[0])[:, None]
-        keys = self.stage_keys(hidden, rows.plain).astype(cache.stages.dtype)
-        return cache.replace(stages=cache.stages.at[:, batch, slots].set(keys, mode="drop"))
+        stages, slots = cache.stages, rows.positions % cache.stages.shape[2]
+        # Stage by stage: for all at once a TPU would first copy the rings to another layout.
+        for stage, keys in enumerate(self.stage_keys(hidden, rows.plain)):
+            stages = write(stages, stage, slots, rows.mask, keys)
+        return cache.replace(stages=stages)
 
     def draft(self, main: MainModel, cache: Cache, token: jax.Array, hidden: jax.Array | None = None) -> Draft:
         """Proposes K tokens after `token` [B], which stands at the cache's position and is not computed yet.

@@ -121,8 +121,8 @@ def _streams(plan: Plan) -> str:
 
 
 def render_programs(programs: dict, plan: Plan) -> str:
-    lines = [f"Compiled for {plan.target.name}:{'':12}{'seconds':>10}{'arguments':>12}{'temporary':>12}{'peak':>12}   estimate / peak"]
+    lines = [f"Compiled for {plan.target.name}:{'':12}{'seconds':>10}{'arguments':>12}{'temporary':>12}{'peak':>12}   estimate / peak   copies of caches"]
     for name, row in programs.items():
         lines.append(f"  {name:30}{row['seconds']:10.1f}{row['argument_bytes'] / GB:9.2f} GB{row['temporary_bytes'] / GB:9.2f} GB"
-                     f"{row['peak_bytes'] / GB:9.2f} GB{plan.total / row['peak_bytes']:15.2f}")
+                     f"{row['peak_bytes'] / GB:9.2f} GB{plan.total / row['peak_bytes']:15.2f}{row['cache_copies']:19}")
     return "\n".join(lines)

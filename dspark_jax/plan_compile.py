@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,8 @@ from dspark_jax.parameters import ShapeSource
 from dspark_jax.platform import compiling_for
 from dspark_jax.sharding import cache_shardings, make_mesh, parameter_sharding, replicated, stream_spec
 
+PROGRAMS = ("prefill chunk", "rounds, sequential", "rounds, block")
+_SHORT = {"bfloat16": "bf16", "float32": "f32", "int32": "s32"}
 # A TPU compiler without a TPU asks the machine for these, and finds nothing.
 _NO_MACHINE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 
@@ -41,12 +45,13 @@ def topology_devices(topology: str) -> list:
                           "pip install 'dspark-jax[tpu-aot]'") from error
 
 
-def compile_programs(config: ModelConfig, topology: str, mesh_sizes: tuple[int, int], context: int, streams: int) -> dict:
-    """Compiles a prefill chunk and one round of either verify mode; name -> seconds and bytes per device."""
+def compile_programs(config: ModelConfig, topology: str, mesh_sizes: tuple[int, int], context: int, streams: int,
+                     only: Collection[str] = PROGRAMS) -> dict:
+    """Compiles programs of PROGRAMS; name -> seconds, bytes per device, and how many copies of a cache are in the compiled text."""
     mesh = make_mesh(*mesh_sizes, devices=topology_devices(topology))
     with compiling_for("tpu"):
         shapes = _Shapes(config, mesh, context, streams)
-        return {name: _compile(*program) for name, program in shapes.programs().items()}
+        return {name: _compile(*program, shapes.cache_parts()) for name, program in shapes.programs().items() if name in only}
 
 
 class _Shapes:
@@ -64,15 +69,21 @@ class _Shapes:
     def _placed(self, leaf, where=None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where or replicated(self.mesh))
 
+    def cache_parts(self) -> set[str]:
+        """What the parts of the cache on one device are called in compiled text, "bf16[2,8,16384,512]" say."""
+        return {f"{_SHORT[leaf.dtype.name]}[{','.join(map(str, leaf.sharding.shard_shape(leaf.shape)))}]"
+                for leaf in jax.tree.leaves(self.cache) if leaf.ndim > 1}
+
     def programs(self) -> dict:
         """Name -> (function, donated argument, arguments): those that `generate` runs."""
         ints = lambda *shape: self._placed(jax.ShapeDtypeStruct(shape, jnp.int32))
         prefill = (self.state, self.cache, ints(self.streams, self.limits.prefill_chunk), ints(self.streams))
-        programs = {"prefill chunk": (prefill_program(self.graphdef, self.mesh), 1, prefill)}
+        programs = {PROGRAMS[0]: (prefill_program(self.graphdef, self.mesh), 1, prefill)}
         config = jax.tree.map(lambda number: self._placed(as_data(number)), gate.GateConfig())
         arguments = (self.state, config, self._round_state(), ints(8), ints())
-        for mode in ("sequential", "block"):
-            programs[f"rounds, {mode}"] = (rounds_program(self.graphdef, self.mesh, self.limits, mode), 2, arguments)
+        for name in PROGRAMS[1:]:
+            mode = name.removeprefix("rounds, ")
+            programs[name] = (rounds_program(self.graphdef, self.mesh, self.limits, mode), 2, arguments)
         return programs
 
     def _round_state(self) -> rounds.RoundState:
@@ -84,7 +95,7 @@ class _Shapes:
                                  vector(jnp.int32), gate_state)
 
 
-def _compile(function, donated: int, arguments) -> dict:
+def _compile(function, donated: int, arguments, cache_parts: set[str]) -> dict:
     started = time.perf_counter()
     compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
     memory = compiled.memory_analysis()
@@ -95,4 +106,10 @@ def _compile(function, donated: int, arguments) -> dict:
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
         "peak_bytes": peak,
+        "cache_copies": count_copies(compiled.as_text(), cache_parts),
     }
+
+
+def count_copies(text: str, shapes: set[str]) -> int:
+    """How many instructions of a compiled program copy an array of one of these shapes."""
+    return sum(shape in shapes for shape in re.findall(r"= \(?(\w+\[[\d,]*\])\S* copy(?:-start)?\(", text))
