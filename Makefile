@@ -2,12 +2,13 @@
 #
 #   make demo            text from the embedded checkpoint; PROMPT="..." to choose the prompt
 #   make test            the test suite
+#   make heavy           what it leaves out: whole runs on four devices, the full-size model compiled (the latter with EXTRAS=test,train,tpu-aot)
 #   make parity          comparison with Hugging Face transformers (installs torch, CPU build pinned in pyproject.toml)
 #   make test-newest PYTHON=python3.13
 #                        the quick part of the suite on the newest jax that this Python can have, in .venv-newest
 #
 # PYTHON       interpreter that makes the virtual environment (python3)
-# EXTRAS       extras of pyproject.toml that `make test` installs; CI adds tpu-aot
+# EXTRAS       extras of pyproject.toml that `make test` and `make heavy` install; CI adds tpu-aot
 # PYTEST_ARGS  more arguments for pytest: make test PYTEST_ARGS="-k gate"
 # JOBS         test processes: a number, auto or 0 for none
 # CACHE        folder of compiled programs, shared by the test processes and kept between runs; CACHE= for none
@@ -32,7 +33,7 @@ TEST_ENV += JAX_COMPILATION_CACHE_DIR=$(CACHE) JAX_PERSISTENT_CACHE_MIN_COMPILE_
 endif
 PYTEST = -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
-.PHONY: help demo test parity test-newest
+.PHONY: help demo test heavy parity test-newest
 .DELETE_ON_ERROR:
 
 help:
@@ -42,14 +43,17 @@ demo: .venv/.installed
 	$(BIN)/dspark generate "$(PROMPT)" --max-new-tokens 64
 
 test: .venv/.installed-$(EXTRAS)
-	$(TEST_ENV) $(BIN)/python $(PYTEST) --ignore=tests/parity tests
+	$(TEST_ENV) $(BIN)/python $(PYTEST) -m "not heavy" --ignore=tests/parity tests
+
+heavy: .venv/.installed-$(EXTRAS)
+	$(TEST_ENV) $(BIN)/python $(PYTEST) -m heavy --ignore=tests/parity tests
 
 # One environment for test and parity: jax is the larger part of both, and the same jax should be measured by both.
 parity: .venv/.installed-test,parity
 	$(TEST_ENV) $(BIN)/python $(PYTEST) tests/parity
 
 test-newest: .venv-newest/.installed
-	$(TEST_ENV) $(NEWEST)/python $(PYTEST) -m "not slow" --ignore=tests/parity tests
+	$(TEST_ENV) $(NEWEST)/python $(PYTEST) -m "not slow and not heavy" --ignore=tests/parity tests
 
 .venv/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e .

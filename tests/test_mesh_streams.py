@@ -1,9 +1,12 @@
 """generate() of several prompts on a mesh: as many at a time as it has data rows, and each exactly as alone."""
 
+import pytest
+
 from dspark_jax.stats import PromptRun, collect
 from processes import finish, start
 
 
+@pytest.mark.heavy
 def test_prompts_at_a_time_are_as_alone():
     finish(start("stream_parts.py", 4, "streams"))
 

@@ -22,7 +22,7 @@ def test_copies_are_counted():
     assert count_copies(text, {"bf16[2,8,64]"}) == 2 and count_copies(text, {"f32[2,8,64]"}) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @needs_libtpu
 def test_a_round_of_the_whole_model():
     """V4-Flash-0731 on v5p:2x2x1, 8 streams of 64K tokens."""

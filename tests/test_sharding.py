@@ -19,7 +19,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_embedded_checkpoint_on_four_devices():
     finish(start("mesh_parts.py", 4, "embedded", "1x4"))
 
