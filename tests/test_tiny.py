@@ -1,4 +1,5 @@
 """The embedded checkpoint does what it was trained for, and speculation pays on it."""
+import numpy as np
 import pytest
 
 import dspark_jax as dspark
@@ -33,13 +34,25 @@ def test_it_continues_a_function(tiny):
     assert dspark.generate(tiny, "def add(a, b):", max_new_tokens=12).texts[0].startswith("\n    return a + b\n")
 
 
-def test_most_drafts_are_accepted_on_repetition(tiny):
-    out = dspark.generate(tiny, list(MEASURED["repeat"]), max_new_tokens=96, stop_token_ids=[])
-    assert out.stats["accept_rate"] >= 0.6, out.stats["accepted_by_position"]
+@pytest.fixture(scope="module")
+def repetition(tiny):
+    return dspark.generate(tiny, list(MEASURED["repeat"]), max_new_tokens=96, stop_token_ids=[])
+
+
+def test_most_drafts_are_accepted_on_repetition(repetition):
+    assert repetition.stats["accept_rate"] >= 0.6, repetition.stats["accepted_by_position"]
+
+
+def test_confidence_tells_accepted_drafts_from_rejected_ones(repetition):
+    """The share of pairs of an accepted and a rejected draft in which the accepted one scores higher; a guess has one half."""
+    records = [record for rounds in repetition.rounds for record in rounds]
+    judged = [(r.confidence[i], i < r.accepted) for r in records for i in range(min(r.accepted + 1, r.verified))]
+    scores, accepted = (np.array(values) for values in zip(*judged))
+    assert np.mean(scores[accepted][:, None] > scores[~accepted]) > 0.7
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_all_modes_give_the_same_tokens_in_fewer_rounds(tiny, kind):
     outs = {mode: dspark.generate(tiny, PROMPTS[kind], 48, mode, stop_token_ids=[]) for mode in ("plain", "sequential", "block")}
     assert outs["plain"].tokens == outs["sequential"].tokens == outs["block"].tokens
-    assert outs["block"].stats["rounds"] < 47
+    assert outs["block"].stats["rounds"] <= 47 / 2
