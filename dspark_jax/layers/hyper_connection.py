@@ -24,27 +24,15 @@ def _projections(streams: Streams, fn: nnx.Variable, eps: float) -> jax.Array:
 
 
 def sinkhorn(scores: jax.Array, iterations: int, eps: float) -> jax.Array:
-    """[M, M, ...] scores -> nearly doubly stochastic [M, M, ...]; the first index is the old stream, the second the new one.
+    """[M, M, ...] scores -> nearly doubly stochastic [M, M, ...]; the first index is the old stream, the second the new one."""
+    def columns(c):
+        return c / (_total(c, 0) + eps)
 
-    Every division of a row or a column by (its sum + eps) multiplies that row or column by a number. Only the products of these
-    numbers change from iteration to iteration, half the work of dividing the matrix.
-    """
-    matrix = jax.nn.softmax(scores, axis=1) + eps
+    def rows_then_columns(_, c):
+        return columns(c / (_total(c, 1) + eps))
 
-    def divide_columns(rows, columns):
-        return columns / (columns * _total(rows * matrix, 0) + eps)
-
-    def divide_rows(rows, columns):
-        return rows / (rows * _total(matrix * columns, 1) + eps)
-
-    def rows_then_columns(_, factors):
-        rows = divide_rows(*factors)
-        return rows, divide_columns(rows, factors[1])
-
-    one = jnp.ones_like(matrix[:, :1]), jnp.ones_like(matrix[:1])
     # A loop, not twenty copies of its body: half the program to compile, and no slower.
-    rows, columns = jax.lax.fori_loop(0, iterations - 1, rows_then_columns, (one[0], divide_columns(*one)))
-    return rows * matrix * columns
+    return jax.lax.fori_loop(0, iterations - 1, rows_then_columns, columns(jax.nn.softmax(scores, axis=1) + eps))
 
 
 def _total(c: jax.Array, axis: int) -> jax.Array:
