@@ -112,4 +112,4 @@ def _compile(function, donated: int, arguments, cache_parts: set[str]) -> dict:
 
 def count_copies(text: str, shapes: set[str]) -> int:
     """How many instructions of a compiled program copy an array of one of these shapes."""
-    return sum(shape in shapes for shape in re.findall(r"= \(?(\w+\[[\d,]*\])\S* copy(?:-start)?\(", text))
+    return sum(shape in shapes for shape in re.findall(r"= \(?(\w+\[[\d,]*\])[^\n=]* copy(?:-start)?\(", text))

@@ -10,7 +10,7 @@ from dspark_jax import distributed
 from processes import free_port, start
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_two_processes_and_the_death_of_one():
     """test_sharding.py compares one process of four devices with the same golden tokens."""
     coordinator = f"127.0.0.1:{free_port()}"
