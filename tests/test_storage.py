@@ -178,6 +178,7 @@ def test_the_model_says_how_its_experts_are_held(golden_reference, packed):
     assert not any(array.dtype == np.uint8 for array in arrays(golden_reference))
 
 
+@pytest.mark.heavy
 def test_packed_experts_give_the_same_bits(golden_reference, packed):
     """These experts are narrow. Wider ones agree to float32 rounding (tests/kernels/test_matrix.py)."""
     prompt = [int(i) for i in np.random.default_rng(0).integers(0, CONFIG.vocab_size, 37)]
