@@ -52,7 +52,7 @@ heavy: .venv/.installed-$(EXTRAS)
 parity: .venv/.installed-test,parity
 	$(TEST_ENV) $(BIN)/python $(PYTEST) tests/parity
 
-# Without AVX2's multiply-adds, which jax 0.12 makes for some numbers of rows and not for others.
+# Without multiply-adds, which jax 0.12 makes for some numbers of rows and not for others: as the command `dspark` does it.
 test-newest: .venv-newest/.installed
 	$(TEST_ENV) XLA_FLAGS=--xla_cpu_max_isa=AVX $(NEWEST)/python $(PYTEST) -m "not slow and not heavy" --ignore=tests/parity tests
 

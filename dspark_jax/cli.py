@@ -23,6 +23,13 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def entry() -> int:
+    """The command's own process: what this process's programs need is set before jax uses a device."""
+    from dspark_jax.platform import require_equal_bits
+    require_equal_bits()
+    return main()
+
+
 def _parser() -> argparse.ArgumentParser:
     from dspark_jax import bench, convert_command, generate_command, inspect, plan_command, replay
     parser = argparse.ArgumentParser(
@@ -34,4 +41,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry())

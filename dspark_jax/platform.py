@@ -12,14 +12,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-_FUSIONS_OFF = {"xla_cpu_experimental_ynn_fusion_type": ""}
+from pallas_kernels.products import LONGEST_SUM
 
+_FUSIONS_OFF = {"xla_cpu_experimental_ynn_fusion_type": ""}
+# AVX has no multiply-add. The option of a single program has no effect, only the process's.
+_MAX_ISA = "xla_cpu_max_isa"
 
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
 
@@ -45,7 +49,7 @@ def on_cpu() -> bool:
 
 def longest_sum() -> int | None:
     """Most terms that a product may sum in one go without its order depending on the number of rows; None: no limit."""
-    return 64 if on_cpu() else None
+    return LONGEST_SUM if on_cpu() else None
 
 
 def longest_attention_sum() -> int:
@@ -71,8 +75,8 @@ def _cpu_options() -> dict[str, str] | None:
 def rows_agree() -> bool:
     """Whether two probes give the same bits for 2, 6, 8 and 64 rows on a CPU.
 
-    One is of products, softmax and sums at a small model's sizes. In the other rows stand last, as in the hyper-connections: jax 0.12
-    makes multiply-adds of the exponential's products and sums there for some numbers of rows and not for others.
+    One is of products, softmax and sums at a small model's sizes. In the other rows stand last and divisions (which become products)
+    alternate with sums, as in the hyper-connections: jax 0.12 makes multiply-adds there for some numbers of rows and not for others.
     """
     if _cpu_options() is None:
         return False
@@ -86,15 +90,28 @@ def rows_agree() -> bool:
         return jax.nn.softmax(x @ w, axis=-1) @ v
 
     @functools.partial(jax.jit, compiler_options=_cpu_options())
-    def exponentials(scores):
-        return jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True))
+    def normalised(scores):
+        def columns_then_rows(_, c):
+            c = c / (c[:1] + c[1:2] + c[2:3] + c[3:])
+            return c / (c[:, :1] + c[:, 1:2] + c[:, 2:3] + c[:, 3:])
+        return jax.lax.fori_loop(0, 3, columns_then_rows, jax.nn.softmax(scores, axis=1))
 
     def agree(function, whole, cut):
         expected = np.asarray(function(whole))
         return all(np.array_equal(cut(expected, rows), function(cut(whole, rows))) for rows in (2, 6, 8))
 
     return (agree(products, x, lambda a, rows: a[:rows])
-            and all(agree(exponentials, scores, lambda a, rows: a[..., :rows]) for scores in draws))
+            and all(agree(normalised, scores, lambda a, rows: a[..., :rows]) for scores in draws))
+
+
+def require_equal_bits() -> None:
+    """Adds to XLA_FLAGS what `rows_agree` needs, unless they speak of it already. Has no effect once jax has used a device.
+
+    For a process that is ours alone, as the command's is: it changes how everything in it is compiled.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.__version_info__ >= (0, 12) and _MAX_ISA not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_MAX_ISA}=AVX".strip()
 
 
 def fewest_rows(block_size: int, longest: int) -> int:
@@ -104,8 +121,7 @@ def fewest_rows(block_size: int, longest: int) -> int:
     """
     if on_cpu() and not rows_agree():
         warnings.warn(f"jax {jax.__version__} on this CPU computes a row differently among 2 and among 6 rows: speculative and plain "
-                      "output may differ in the last bits. XLA_FLAGS=--xla_cpu_max_isa=AVX, set before Python starts, prevents it",
-                      stacklevel=2)
+                      f"output may differ in the last bits. XLA_FLAGS=--{_MAX_ISA}=AVX, set before jax uses a device, prevents it", stacklevel=2)
     # Between processes an all-reduce picks the order of its sums by size.
     return 2 if on_cpu() and jax.process_count() == 1 and rows_agree() and longest <= longest_attention_sum() else block_size + 1
 

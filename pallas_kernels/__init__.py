@@ -3,6 +3,7 @@
     moe_fp4, Experts    the routed experts of one layer, on every backend          moe.py
     fp4                 the weight format: pack, unpack, quantise, dequantise       fp4.py
     activation          simulated e4m3 / e2m1 activation quantisation               activation.py
+    products            products whose rows do not depend on their number           products.py
 """
 from pallas_kernels import activation, fp4
 from pallas_kernels.moe import BACKENDS, ColumnExperts, Experts, default_backend, largest_scale, moe_fp4

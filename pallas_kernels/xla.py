@@ -4,15 +4,14 @@ Tiles of rows that share an expert (`routing`) are computed one after the other 
 the active experts. How a tile is multiplied depends on the expert's width alone, never on the number of rows:
 
 * narrow experts (up to 512 columns): a GEMM of the tile against the expert, which is held columns first: a CPU multiplies a few
-  rows several times faster so. Sums are cut into parts of 64 terms, because XLA's CPU backend cuts longer ones itself, differently
-  for 8 rows and for 64. In the prefill regime all tiles go in one batched matmul, which is fast for thousands of rows; experts must
+  rows several times faster so. Long sums are cut (`products`), because XLA's CPU backend cuts them itself, differently for 8 rows and
+  for 64. In the prefill regime all tiles go in one batched matmul, which is fast for thousands of rows; experts must
   then be dequantised. Held rows first, they are multiplied whole, for training: this is the way that has a gradient;
 * wide experts: one row a tile, as a multiplication and a reduction that XLA fuses with the slice that picks the expert (and with
   the FP4 arithmetic if the expert is packed), so that the expert is read in place. A GEMM would first copy the slice (67 MB for
   one real w13) and then repack it: measured, that takes as long as 20 fused rows.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -20,11 +19,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import fp4, routing
 from pallas_kernels.expert import gated, maybe_quantise
+from pallas_kernels.products import dot_columns
 
 DECODE_TILE = 8
 PREFILL_TILE = 64
 WIDEST_GEMM = 512
-LONGEST_SUM = 64
 # The fused reduction's inner shape: 8 terms are added per lane, 16 lanes fill an AVX-512 register. Others took 3-5 times as long.
 TERMS, LANES = 8, 16
 
@@ -45,26 +44,13 @@ class ColumnExperts(NamedTuple):
 
 def _whole_gemm(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [..., R, K], w [..., N, K] to f32 [..., R, N]."""
-    return _product("...rk,...nk->...rn", x, w)
+    return jnp.einsum("...rk,...nk->...rn", x, w.astype(x.dtype), precision=jax.lax.Precision.HIGHEST,
+                      preferred_element_type=jnp.float32)
 
 
 def _gemm(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., R, K], w [..., K, N] to f32 [..., R, N]; the bits of a row do not depend on R."""
-    terms = x.shape[-1]
-    whole = terms // LONGEST_SUM * LONGEST_SUM
-    parts = []
-    if whole:
-        pieces = x[..., :whole].reshape(*x.shape[:-1], -1, LONGEST_SUM)
-        w_pieces = w[..., :whole, :].reshape(*w.shape[:-2], -1, LONGEST_SUM, w.shape[-1])
-        sums = _product("...rpk,...pkn->...prn", pieces, w_pieces)
-        parts = [sums[..., p, :, :] for p in range(whole // LONGEST_SUM)]
-    if whole < terms:
-        parts.append(_product("...rk,...kn->...rn", x[..., whole:], w[..., whole:, :]))
-    return functools.reduce(jnp.add, parts)
-
-
-def _product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, x, w.astype(x.dtype), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    """x [R, K], w [K, N] to f32 [R, N]; the bits of a row do not depend on R."""
+    return dot_columns(x, w.astype(x.dtype))
 
 
 def _tile(gemm, x, weight, w13, w2, swiglu_limit, activation_quant):
@@ -74,7 +60,7 @@ def _tile(gemm, x, weight, w13, w2, swiglu_limit, activation_quant):
 
 
 def _batched(tiles, weight, experts, plan, swiglu_limit, activation_quant):
-    gemm = _gemm if isinstance(experts, ColumnExperts) else _whole_gemm
+    gemm = jax.vmap(_gemm) if isinstance(experts, ColumnExperts) else _whole_gemm
     w13, w2 = experts.w13[plan.tile_expert], experts.w2[plan.tile_expert]
     return _tile(gemm, tiles, weight, w13, w2, swiglu_limit, activation_quant)
 

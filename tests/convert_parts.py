@@ -48,6 +48,24 @@ def write_source(directory, model_config=None):
     return directory
 
 
+def convert(source, target, **options) -> None:
+    from dspark_jax.convert_command import convert_checkpoint
+    convert_checkpoint(source, target, unit_bytes=UNIT_BYTES, **options)
+
+
+def stop_after(monkeypatch, count) -> None:
+    """Ctrl-C at the beginning of unit `count`."""
+    from checkpoints import convert as conversion
+    write, calls = conversion.write_unit, iter(range(1000))
+
+    def interrupted(*arguments):
+        if next(calls) == count:
+            raise KeyboardInterrupt
+        write(*arguments)
+
+    monkeypatch.setattr(conversion, "write_unit", interrupted)
+
+
 def parameters(source, model_config, numerics, packed: bool) -> list:
     """All arrays of a model whose values come from `source`."""
     import jax

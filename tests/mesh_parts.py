@@ -296,17 +296,25 @@ def quantises() -> None:
 
 
 def process(coordinator: str, process_id: str, dies: str) -> None:
-    """One of two processes: together they emit the golden tokens. Then `dies` ends, and the other one must say so and end too."""
+    """One of two processes: together they emit the golden tokens, of two prompts at a time (2x2) and of one (1x4).
+
+    Then `dies` ends, and the other one must say so and end too.
+    """
     import dspark_jax as dspark
     from dspark_jax import distributed
     from support import golden_arrays
     distributed.initialize(coordinator, int(process_id), 2)
     import jax
     assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 4)
-    model, expected = load("float", 1, 4), golden_arrays("expected_float")
+    expected = golden_arrays("expected_float")
+    prompts, wanted = ([expected[f"p{i}.{name}"].tolist() for i in (1, 2)] for name in ("ids", "decode_ids"))
+    length = min(map(len, wanted))
+    out = dspark.generate(load("float", 2, 2), prompts, max_new_tokens=length, mode="block", stop_token_ids=[])
+    assert out.tokens == [tokens[:length] for tokens in wanted]
+    model = load("float", 1, 4)
     check_placement(model, 1, 4)
     assert model.limits.fewest == model.config.dspark_block_size + 1
-    prompt, wanted = expected["p1.ids"].tolist(), expected["p1.decode_ids"].tolist()
+    prompt, wanted = prompts[0], wanted[0]
     out = dspark.generate(model, prompt, max_new_tokens=len(wanted), mode="block", stop_token_ids=[])
     assert out.tokens == [wanted]
     check_fetch()

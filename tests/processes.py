@@ -7,14 +7,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+HERE = Path(__file__).parent
+
 
 def start(script: str, devices: int, what: str, *arguments) -> subprocess.Popen:
     """`what` of the script beside this file, which calls `main`."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    here = Path(__file__).parent
-    environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
-    return subprocess.Popen([sys.executable, str(here / script), str(devices), what, *map(str, arguments)], env=environment,
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return _python(str(HERE / script), str(devices), what, *map(str, arguments))
+
+
+def command(devices: int, *arguments) -> subprocess.Popen:
+    """`dspark ARGUMENTS...`"""
+    return _python("-m", "dspark_jax.cli", *map(str, arguments), JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(devices))
+
+
+def _python(*arguments: str, **variables: str) -> subprocess.Popen:
+    environment = os.environ | variables
+    environment["XLA_FLAGS"] = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+    return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def free_port() -> int:

@@ -1,5 +1,6 @@
 """Several processes: two of them with two CPU devices each do what one with four does, and one that is left alone says so."""
 
+import json
 import time
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 
 import dspark_jax as dspark
 from dspark_jax import distributed
-from processes import free_port, start
+from processes import command, finish, free_port, start
 
 
 @pytest.mark.heavy
@@ -26,6 +27,18 @@ def test_two_processes_and_the_death_of_one():
     assert stays.returncode == 1 and time.monotonic() - died < 60
     assert "the golden tokens" in said
     assert "process 0 lost another one of the 2 processes of this run: it ended or cannot be reached" in said
+
+
+@pytest.mark.heavy
+def test_the_command_in_two_processes():
+    """On 2x2 `dspark generate` prints what one device gives, once."""
+    arguments = ("generate", "north east south west", "--max-new-tokens", 24, "--max-seq-len", 128, "--json")
+    together = ("--mesh", "2x2", "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", 2)
+    first, second = (command(2, *arguments, *together, "--process-id", i) for i in (0, 1))
+    said, silent = json.loads(finish(first)), finish(second)
+    out = dspark.generate(dspark.load(max_seq_len=128), arguments[1], max_new_tokens=24)
+    assert (said["tokens"], said["text"]) == (out.tokens[0], out.texts[0]) and silent == ""
+    assert [record["accepted"] for record in said["rounds"]] == [record.accepted for record in out.rounds[0]] != []
 
 
 @pytest.mark.parametrize("arguments, message", [

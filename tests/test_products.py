@@ -1,4 +1,4 @@
-"""Products whose bits do not depend on the number of rows, on machines with few cores and with many."""
+"""Products whose bits do not depend on the number of rows, on machines with few cores and with many; what a jax must be asked for."""
 import os
 import subprocess
 import sys
@@ -49,3 +49,25 @@ def test_splitting_keeps_the_sum(terms):
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
     for columns_first in (False, True):
         assert np.abs(np.asarray(dot(x, product_weight(weight, columns_first))) - exact).max() < 2e-6 * np.sqrt(terms)
+
+
+@pytest.mark.parametrize("version, before, after", [
+    ((0, 10, 2), "", ""),
+    ((0, 12, 0), "", "--xla_cpu_max_isa=AVX"),
+    ((0, 13, 1), "--xla_dump_to=x", "--xla_dump_to=x --xla_cpu_max_isa=AVX"),
+    ((0, 12, 0), "--xla_cpu_max_isa=AVX2", "--xla_cpu_max_isa=AVX2"),
+])
+def test_the_command_asks_for_equal_bits(monkeypatch, version, before, after):
+    """Where jax would make multiply-adds for some numbers of rows only; what the user set is left alone."""
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setenv("XLA_FLAGS", before)
+    platform.require_equal_bits()
+    assert os.environ["XLA_FLAGS"] == after
+
+
+def test_this_jax_passes_the_probes_and_one_that_does_not_is_warned_of(monkeypatch):
+    assert platform.rows_agree()
+    assert platform.fewest_rows(5, 64) == 2
+    monkeypatch.setattr(platform, "rows_agree", lambda: False)
+    with pytest.warns(UserWarning, match="--xla_cpu_max_isa=AVX"):
+        assert platform.fewest_rows(5, 64) == 6

@@ -14,8 +14,9 @@ from flax import nnx
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.layers.norm import RMSNorm, inverse_rms
-from dspark_jax.layers.numerics import Numerics, precision
+from dspark_jax.layers.numerics import Numerics
 from dspark_jax.layers.rope import rotate
+from pallas_kernels.products import precision
 
 
 class Running(NamedTuple):

@@ -8,10 +8,11 @@ from flax import nnx
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.layers.compressor import Compressor
-from dspark_jax.layers.numerics import Numerics, dot, dot_columns, precision
+from dspark_jax.layers.numerics import Numerics, dot, dot_columns
 from dspark_jax.layers.rope import rotate
 from dspark_jax.sharding import sum_over_model
 from pallas_kernels.activation import fp4_act_quant
+from pallas_kernels.products import precision
 
 
 def hadamard(x: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,9 @@ from jax.sharding import Mesh
 from dspark_jax import sharding
 from dspark_jax.parameters import ColumnsFirst
 from dspark_jax.platform import longest_sum
+from pallas_kernels import products
 from pallas_kernels.activation import act_quant, act_quant_of_part
+from pallas_kernels.products import precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,21 +67,9 @@ def dot_parts(parts: list[jax.Array], weight: nnx.Variable) -> jax.Array:
 
 def dot_columns(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [..., K] times weight [K, N] -> [..., N] float32; a row's bits depend on that row only, also on a CPU."""
-    width, step = x.shape[-1], longest_sum()
-    if step is None or width <= step:
-        return _dot(x, weight, 0)
-    whole = width // step * step
-    parts = jnp.einsum("...pk,pkn->p...n", x[..., :whole].reshape(*x.shape[:-1], -1, step),
-                       weight[:whole].reshape(-1, step, weight.shape[1]), precision=precision(x), preferred_element_type=jnp.float32)
-    total = functools.reduce(jnp.add, parts)
-    return total if whole == width else total + _dot(x[..., whole:], weight[whole:], 0)
+    return products.dot_columns(x, weight, longest_sum())
 
 
 def _dot(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())), precision=precision(x),
                                preferred_element_type=jnp.float32)
-
-
-def precision(x: jax.Array):
-    """float32 operands are multiplied as float32 on every backend; bfloat16 ones need nothing said."""
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

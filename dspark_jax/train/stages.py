@@ -1,11 +1,8 @@
 """The stages of `python -m dspark_jax.train`, each a function of the parsed options."""
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import jax
 import numpy as np
-from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

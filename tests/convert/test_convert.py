@@ -22,30 +22,8 @@ from dspark_jax import convert_command
 from dspark_jax.convert_command import convert_checkpoint
 from dspark_jax.errors import CheckpointError, ConfigError
 from official_files import edit_header
-from processes import free_port
 
 SHARD = "model-00004-of-00010.safetensors"
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return parts.write_source(tmp_path_factory.mktemp("official"))
-
-
-@pytest.fixture(scope="module")
-def converted(source, tmp_path_factory):
-    target = tmp_path_factory.mktemp("converted") / "new"
-    convert(source, target)
-    return target
-
-
-@pytest.fixture(scope="module")
-def held(converted):
-    return parts.contents(converted)
-
-
-def convert(source, target, **options):
-    convert_checkpoint(source, target, unit_bytes=parts.UNIT_BYTES, **options)
 
 
 def copied(directory, tmp_path, name="copy"):
@@ -92,59 +70,6 @@ def test_loads_like_the_official_directory(source, converted):
     assert all(parts.same(a, b) for a, b in zip(*(jax.tree.leaves(model.split[1]) for model in (official, other)), strict=True))
 
 
-def test_two_processes_read_halves_and_write_the_same(source, held, tmp_path):
-    first, second = (parts.result(running)["experts"] for running in two_processes(source, tmp_path / "new"))
-    stored = sum(len(data) for name, (_, _, data) in held.items() if ".experts." in name and name.endswith(".packed"))
-    assert first == second == stored // 2
-    assert parts.contents(tmp_path / "new") == held
-    conversion.verify(tmp_path / "new")
-
-
-def two_processes(source, target, dies=""):
-    port = free_port()
-    return [parts.start(2, "process", source, target, port, index, dies) for index in range(2)]
-
-
-def test_one_of_two_processes_dies_and_one_process_goes_on(source, held, tmp_path):
-    """Process 0, which the other one needs most, in its fourth unit: three are done."""
-    dies, stays = two_processes(source, tmp_path / "new", dies="0:4")
-    dies.communicate(timeout=300)
-    _, said = stays.communicate(timeout=60)
-    assert (dies.returncode, stays.returncode) == (-9, 1)
-    assert "dspark convert: process 1 lost another one of the 2 processes" in said and "Traceback" not in said
-    assert len(list((tmp_path / "new" / UNITS).glob("*.done"))) == 3
-    seen = []
-    convert(source, tmp_path / "new", progress=lambda *done: seen.append(done))
-    assert seen[0][0] > 0 and parts.contents(tmp_path / "new") == held
-
-
-@pytest.mark.parametrize("fault, message", [("source", "process 0 finds another checkpoint here than process 0"),
-                                            ("target", "process 0 does not see here what process 0 wrote")])
-def test_processes_must_see_the_same_files(source, tmp_path, monkeypatch, fault, message):
-    """What process 0 broadcasts, or its file, is not what is seen here."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(conversion.multihost_utils, "broadcast_one_to_all", lambda digest: digest + (fault == "source"))
-    (tmp_path / "there").write_text("")
-    with OfficialCheckpoint.open(source) as checkpoint:
-        seen, found = tmp_path / "there", conversion.fingerprint(checkpoint)
-        if fault == "target":
-            conversion._require_shared(seen, checkpoint, found)
-            seen = tmp_path / "elsewhere"
-        with pytest.raises(CheckpointError, match=message):
-            conversion._require_shared(seen, checkpoint, found)
-
-
-def test_processes_look_for_what_process_0_wrote(source, converted, tmp_path, monkeypatch):
-    """When there is nothing to do, and when a conversion begins."""
-    seen = []
-    monkeypatch.setattr(conversion, "_require_shared", lambda path, *_: seen.append((path.name, path.exists())))
-    convert(source, converted)
-    stop_after(monkeypatch, 0)
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "new")
-    assert seen == [(MANIFEST, True), (conversion.STATE, True)]
-
-
 def test_memory_is_bounded(source, tmp_path):
     """At most 1.5 times the largest tensor beyond what the mesh holds (nothing while converting)."""
     parts.write_source(tmp_path / "larger", parts.larger_config())
@@ -168,7 +93,7 @@ def test_a_killed_conversion_goes_on(source, held, tmp_path, moment, count):
     finished = {path.name: path.stat().st_mtime_ns for path in (target / UNITS).glob("*.done")}
     assert len(finished) == {"write_unit": 1, "_sync_tree": 2, "_write_json": 0, "_remove_traces": 31}[moment]
     seen = []
-    convert(source, target, progress=lambda *done: seen.append(done))
+    parts.convert(source, target, progress=lambda *done: seen.append(done))
     assert parts.contents(target) == held
     assert conversion.verify(target) == seen[-1][0] == seen[-1][1]
     assert (seen[0][0] > 0) == bool(finished), "what was done is not done again"
@@ -178,9 +103,9 @@ def test_a_killed_conversion_goes_on(source, held, tmp_path, moment, count):
 
 def test_leftovers_and_damaged_marks_do_not_count(source, held, tmp_path, monkeypatch):
     target = tmp_path / "new"
-    stop_after(monkeypatch, 5)
+    parts.stop_after(monkeypatch, 5)
     with pytest.raises(KeyboardInterrupt):
-        convert(source, target)
+        parts.convert(source, target)
     monkeypatch.undo()
     units, (first, second, third, *_) = target / UNITS, sorted((target / UNITS).glob("*.done"))
     (units / "layers.0-000.orbax-checkpoint-tmp").mkdir()
@@ -190,7 +115,7 @@ def test_leftovers_and_damaged_marks_do_not_count(source, held, tmp_path, monkey
     third.write_text(third.read_text().replace('"stop": ', '"stop": 1'))
     again, write = [], conversion.write_unit
     monkeypatch.setattr(conversion, "write_unit", lambda path, *rest: (again.append(path.name), write(path, *rest)))
-    convert(source, target)
+    parts.convert(source, target)
     assert {path.name.removesuffix(".done") for path in (first, second, third)} < set(again) and len(again) == 31 - 2
     assert parts.contents(target) == held
     assert {path.name for path in units.iterdir()} == set(ConvertedCheckpoint.open(target).units)
@@ -198,13 +123,13 @@ def test_leftovers_and_damaged_marks_do_not_count(source, held, tmp_path, monkey
 
 def test_only_the_same_source_is_gone_on_with(source, tmp_path, monkeypatch):
     ours, target = copied(source, tmp_path, "ours"), tmp_path / "new"
-    stop_after(monkeypatch, 2)
+    parts.stop_after(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
-        convert(ours, target)
+        parts.convert(ours, target)
     monkeypatch.undo()
     os.utime(ours / SHARD, ns=(1, 1))
     with pytest.raises(CheckpointError, match="another source"):
-        convert(ours, target)
+        parts.convert(ours, target)
     with pytest.raises(CheckpointError, match="another unit_bytes"):
         convert_checkpoint(ours, target, unit_bytes=123_456)
 
@@ -212,36 +137,24 @@ def test_only_the_same_source_is_gone_on_with(source, tmp_path, monkeypatch):
 def test_a_source_that_changes_meanwhile_is_refused(source, tmp_path):
     ours = copied(source, tmp_path, "ours")
     with pytest.raises(CheckpointError, match="changed while it was converted"):
-        convert(ours, tmp_path / "new", progress=lambda *_: os.utime(ours / SHARD, ns=(1, 1)))
+        parts.convert(ours, tmp_path / "new", progress=lambda *_: os.utime(ours / SHARD, ns=(1, 1)))
     assert not (tmp_path / "new" / MANIFEST).exists()
 
 
 def test_done_twice_is_nothing_to_do(source, converted):
     before = {path: path.stat().st_mtime_ns for path in converted.rglob("*") if path != converted}
-    convert(source, converted)
+    parts.convert(source, converted)
     assert {path: path.stat().st_mtime_ns for path in converted.rglob("*") if path != converted} == before
 
 
 def test_one_conversion_at_a_time(source, tmp_path):
     def again(*_):
         with pytest.raises(CheckpointError, match="another process is converting"):
-            convert(source, tmp_path / "new")
+            parts.convert(source, tmp_path / "new")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "new", progress=again)
-
-
-def stop_after(monkeypatch, count):
-    """Ctrl-C at the beginning of unit `count`."""
-    write, calls = conversion.write_unit, iter(range(1000))
-
-    def interrupted(*arguments):
-        if next(calls) == count:
-            raise KeyboardInterrupt
-        write(*arguments)
-
-    monkeypatch.setattr(conversion, "write_unit", interrupted)
+        parts.convert(source, tmp_path / "new", progress=again)
 
 
 # Damaged sources: refused before the target is touched.
@@ -277,7 +190,7 @@ def test_damaged_sources(source, tmp_path, damage, message):
     ours = copied(source, tmp_path)
     damage(ours)
     with pytest.raises(CheckpointError, match=message):
-        convert(ours, tmp_path / "new")
+        parts.convert(ours, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -290,7 +203,7 @@ def test_numbers_that_bfloat16_cannot_hold_are_refused(source, tmp_path):
         file.seek(start + 7)
         file.write(b"\x7f")  # NaN in e4m3
     with pytest.raises(CheckpointError, match="layers.1.attn.wq_a holds NaN"):
-        convert(ours, tmp_path / "new")
+        parts.convert(ours, tmp_path / "new")
 
 
 # Targets that cannot be written.
@@ -301,11 +214,11 @@ def test_a_disk_that_fills_up(source, held, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
     try:
         with pytest.raises(CheckpointError, match=r"cannot be written \(.*File too large.*are free.*goes on where it stopped"):
-            convert(source, tmp_path / "new")
+            parts.convert(source, tmp_path / "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert 0 < len(list((tmp_path / "new" / UNITS).glob("*.done"))) < 31
-    convert(source, tmp_path / "new")
+    parts.convert(source, tmp_path / "new")
     assert parts.contents(tmp_path / "new") == held
 
 
@@ -313,19 +226,19 @@ def test_too_little_room_is_said_at_once(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
     with pytest.raises(CheckpointError, match=r"[\d,]+ bytes are still to be written, 5,000,000 are free"):
-        convert(source, tmp_path / "new")
+        parts.convert(source, tmp_path / "new")
     assert not list((tmp_path / "new" / UNITS).iterdir())
 
 
 def test_read_only_and_impossible_targets(source, converted, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot be written \(.*Not a directory"):
-        convert(source, tmp_path / "file/new")
+        parts.convert(source, tmp_path / "file/new")
     with pytest.raises(CheckpointError, match="is not empty and no conversion"):
-        convert(source, source)
+        parts.convert(source, source)
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(30, os.strerror(30))))
     with pytest.raises(CheckpointError, match=r"cannot be written \(.*Read-only file system"):
-        convert(source, tmp_path / "new")
+        parts.convert(source, tmp_path / "new")
 
 
 # Damaged conversions.
