@@ -5,6 +5,8 @@ import argparse
 import json
 import re
 
+import jax
+
 from dspark_jax.config import ModelConfig, v4_flash_0731
 from dspark_jax.errors import ConfigError
 from dspark_jax.plan import GB, GIB, Plan, Target, make_plan
@@ -41,6 +43,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
+    jax.config.update("jax_platforms", "cpu")  # shapes need no device, and looking for a TPU that is not here takes time and complains
     config = _config(args.config)
     target = _target(args)
     mesh = parse_mesh(args.mesh) if args.mesh else (1, target.devices)

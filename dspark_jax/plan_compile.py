@@ -111,5 +111,9 @@ def _compile(function, donated: int, arguments, cache_parts: set[str]) -> dict:
 
 
 def count_copies(text: str, shapes: set[str]) -> int:
-    """How many instructions of a compiled program copy an array of one of these shapes."""
-    return sum(shape in shapes for shape in re.findall(r"= \(?(\w+\[[\d,]*\])[^\n=]* copy(?:-start)?\(", text))
+    """How many instructions of a compiled program copy an array of one of these shapes within the device's memory.
+
+    Moves to and from the chip's own memory, which is space 1 in the text, are how small arrays are read and written: not counted.
+    """
+    copies = re.findall(r"= \(?((\w+\[[\d,]*\])[^\n=]*) copy(?:-start)?\(", text)
+    return sum(shape in shapes and "S(1)" not in types for types, shape in copies)
