@@ -6,12 +6,16 @@ all of them.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
+import subprocess
 import sys
+import zlib
 from typing import Callable, Iterator, NoReturn
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
@@ -37,6 +41,8 @@ def initialize(coordinator: str | None = None, process_id: int | None = None, nu
       DsparkError: the processes did not find each other within five minutes.
     """
     check_arguments(coordinator, process_id, num_processes)
+    who = "this process" if process_id is None else f"process {process_id} of {num_processes}"
+    atexit.register(_LastWords(who).finished)  # before jax registers its own farewell, which then comes first and may end badly
     with contextlib.suppress(AttributeError):  # releases in which gloo is the only choice have no such option
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -48,6 +54,30 @@ def initialize(coordinator: str | None = None, process_id: int | None = None, nu
     except RuntimeError as error:
         raise DsparkError(f"process {process_id} could not join the {num_processes} processes at {coordinator}: "
                           f"{error}") from error
+
+
+class _LastWords:
+    """Says, from a small process of its own, that this one was ended before it could say so itself.
+
+    When the process that coordinates dies, or one never comes, jax's runtime aborts the others from within, with a stack trace and
+    no exception.
+    """
+
+    _PROGRAM = "import sys; sys.stdin.read() or print(sys.argv[1], file=sys.stderr)"
+    current: "_LastWords | None" = None
+
+    def __init__(self, who: str):
+        text = (f"{who} was ended before it could finish: it was killed, or another process of this run ended, cannot be reached or "
+                "never came. See what that process said last, and start all of them again.")
+        self.process = subprocess.Popen([sys.executable, "-I", "-S", "-c", self._PROGRAM, text], stdin=subprocess.PIPE,
+                                        stdout=subprocess.DEVNULL, start_new_session=True)
+        _LastWords.current = self
+
+    def finished(self) -> None:
+        """This process ends by itself; nothing is to be said. May be called again."""
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(b"finished")
+            self.process.stdin.close()
 
 
 def check_arguments(coordinator, process_id, num_processes) -> None:
@@ -109,6 +139,20 @@ def command_mesh(text: str | None) -> Mesh | None:
     return mesh
 
 
+def require_same(**values: object) -> None:
+    """Raises ConfigError in all processes where these values, compared by their text, are not the same in each of them."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+    mine = np.array([zlib.crc32(repr(value).encode()) >> 1 for value in values.values()], np.int32)
+    with losses_explained():
+        same = (multihost_utils.process_allgather(mine) == mine).all(axis=0)
+    different = [name for name, agrees in zip(values, same) if not agrees]
+    if different:
+        raise ConfigError(f"the {jax.process_count()} processes of this run must all make the same calls, but they differ in: "
+                          f"{', '.join(different)}. Here: " + "; ".join(f"{name} {str(values[name])[:200]}" for name in different))
+
+
 def keep_stdout() -> None:
     """Gives standard output to Python alone: gloo prints its connections there, amid the text. They go to standard error."""
     sys.stdout.flush()
@@ -120,6 +164,8 @@ def leave(status: int) -> NoReturn:
     """Ends this process without the usual farewell, which waits for processes that may be gone and ends in a stack trace."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if _LastWords.current:
+        _LastWords.current.finished()
     os._exit(status)
 
 

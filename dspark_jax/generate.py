@@ -2,9 +2,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
+import zlib
 from typing import Iterator
 
+import jax
+import numpy as np
+
+from dspark_jax.distributed import require_same
 from dspark_jax.engine import Engine, RoundRecord
 from dspark_jax.errors import PromptError
 from dspark_jax.gate import GateConfig
@@ -65,6 +71,7 @@ def generate(model: Model, prompts, max_new_tokens: int = 128, mode: str = "bloc
     """
     del seed  # nothing is drawn while decoding is greedy
     request = make_request(model, prompts, max_new_tokens, mode, gate, temperature, top_k, top_p, stop_token_ids)
+    _require_same(model, request)
     runs = [PromptRun(len(prompt)) for prompt in request.prompts]
     engine = None
     with _bar(progress, len(runs) * request.max_new_tokens) as advance:
@@ -117,8 +124,20 @@ def open_stream(model: Model, prompt, max_new_tokens: int = 128, mode: str = "bl
     request = make_request(model, prompt, max_new_tokens, mode, gate, temperature, top_k, top_p, stop_token_ids)
     if len(request.prompts) != 1:
         raise PromptError(f"stream takes one prompt, got {len(request.prompts)}; use generate for several")
+    _require_same(model, request)
     engine = Engine(model, request)
     return request, engine, _events(model, engine)
+
+
+def _require_same(model: Model, request) -> None:
+    """Several processes that differ would wait for each other in different programs. Of the weights only vectors are compared."""
+    if jax.process_count() == 1:
+        return
+    vectors = [leaf for leaf in jax.tree.leaves(model.split[1]) if leaf.is_fully_replicated and leaf.size < 1 << 16]
+    weights = functools.reduce(lambda crc, leaf: zlib.crc32(np.asarray(leaf).tobytes(), crc), vectors, 0)
+    numerics, asked = model.numerics, dataclasses.asdict(request) | {"stop_token_ids": sorted(request.stop_token_ids)}
+    require_same(config=model.config, checksum_of_vectors=weights, limits=model.limits, dtype=numerics.dtype,
+                 activation_quant=numerics.activation_quant, mesh=dict(model.mesh.shape), expert_storage=model.expert_storage, **asked)
 
 
 def _events(model: Model, engine: Engine) -> Iterator[StreamEvent]:

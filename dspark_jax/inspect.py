@@ -8,18 +8,19 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoints.official import OfficialCheckpoint
+from checkpoints.official import OfficialCheckpoint, collection_paused
 from checkpoints.orbax_io import ConvertedCheckpoint, is_converted
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import DsparkError
 from dspark_jax.layers.numerics import Numerics
-from dspark_jax.loading import dtype_name, expert_storage, make_limits, record_leaves
+from dspark_jax.loading import dtype_name, expected_tensors, expert_storage, record_leaves
 from dspark_jax.storage import ExpertStorage
 
 # The first pattern that begins the name, after the prefix of its layer or stage, decides.
@@ -28,6 +29,7 @@ PARTS = (("embed.", "embedding"), ("head.", "head"), ("norm.", "head"), ("hc_hea
          ("attn_norm.", "norms"), ("ffn_norm.", "norms"), ("attn.indexer.", "indexer"), ("attn.compressor.", "compressor"),
          ("attn.", "attention"), ("ffn.experts.", "routed experts"), ("ffn.shared_experts.", "shared expert"),
          ("ffn.gate.", "gate"))
+_PATTERNS = re.compile("|".join(f"({re.escape(pattern)})" for pattern, _ in PARTS))
 OTHER = "other"
 PRECISIONS = {"BF16": "bf16", "F32": "f32", "I64": "i64", "F8_E4M3": "fp8", "I8": "fp4", "U8": "fp4",
               "bfloat16": "bf16", "float32": "f32", "int32": "i32", "uint8": "fp4"}  # a conversion's
@@ -63,7 +65,7 @@ class Summary:
     """What `inspect_checkpoint` found.
 
     kind: the draft module that the tensor names show, as OfficialCheckpoint.kind says. config: None when it was refused.
-    problem: why the checkpoint cannot be loaded, as far as config and names show it; None when nothing is wrong with them.
+    problem: why the checkpoint cannot be loaded, as far as config and headers show it; None when nothing is wrong with them.
     files: how many hold tensors; units of a converted checkpoint. tensors: stored tensors, scales included.
     parts: in the order of the forward pass. origin: of a converted checkpoint, else None.
     expert_storage: what `load` with its defaults would choose on this machine now; None when config was refused or JAX has no
@@ -109,6 +111,11 @@ class Summary:
 
 def inspect_checkpoint(path: str | Path) -> Summary:
     """Reads the headers (or the manifest) and config.json of the checkpoint at `path`. Damaged files raise CheckpointError."""
+    with collection_paused():
+        return _inspect(path)
+
+
+def _inspect(path: str | Path) -> Summary:
     if is_converted(path):
         checkpoint = ConvertedCheckpoint.open(path)  # only what has the draft module was converted
         return _summary(checkpoint, path, "dspark", len(checkpoint.units), _leaves(checkpoint), _origin(checkpoint))
@@ -154,7 +161,7 @@ def _storage(config: ModelConfig | None) -> ExpertStorage | None:
     if config is None:
         return None
     try:
-        return expert_storage(config, Numerics(dtype_name(None)), make_limits(config))
+        return expert_storage(config, Numerics(dtype_name(None)))
     except RuntimeError:  # JAX cannot have the accelerator, as another process uses it; the headers can be read all the same
         return None
 
@@ -165,11 +172,11 @@ def _config(checkpoint: OfficialCheckpoint | ConvertedCheckpoint) -> tuple[Model
         config = ModelConfig.from_dict(checkpoint.config_dict, f"{checkpoint.path}/config.json")
     except DsparkError as error:
         return None, str(error)
-    if isinstance(checkpoint, OfficialCheckpoint):
-        kind = checkpoint.kind
-        return config, None if kind == "dspark" else f"the tensors show no DSpark draft module (kind: {kind})"
+    official = isinstance(checkpoint, OfficialCheckpoint)
+    if official and checkpoint.kind != "dspark":
+        return config, f"the tensors show no DSpark draft module (kind: {checkpoint.kind})"
     try:
-        checkpoint.check(record_leaves(config).leaves.values())
+        checkpoint.check((expected_tensors(config) if official else record_leaves(config).leaves).values())
     except DsparkError as error:
         return config, str(error)
     return config, None
@@ -180,7 +187,8 @@ def _key(name: str, dtype: str) -> tuple[str, str, str]:
     pieces = name.split(".")
     drafter = pieces[0] == "mtp"
     rest = ".".join(pieces[2:]) if pieces[0] in ("layers", "mtp") else name
-    part = next((part for pattern, part in PARTS if rest.startswith(pattern)), OTHER)
+    found = _PATTERNS.match(rest)
+    part = PARTS[found.lastindex - 1][1] if found else OTHER
     return "drafter" if drafter else "main", part, PRECISIONS.get(dtype, dtype.lower())
 
 

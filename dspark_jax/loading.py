@@ -108,18 +108,19 @@ def load(path=None, mesh=None, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: in
     """
     path = embedded_checkpoint() if path is None else Path(path)
     checkpoint = ConvertedCheckpoint.open(path) if is_converted(path) else OfficialCheckpoint.open(path)
-    config = ModelConfig.from_dict(checkpoint.config_dict)
+    config = ModelConfig.from_dict(checkpoint.config_dict, f"{path}/config.json")
     numerics = Numerics(dtype_name(dtype), bool(activation_quant), mesh)
     check_mesh(numerics.mesh, config)
     limits = make_limits(config, max_seq_len, prefill_chunk)
-    experts = expert_storage(config, numerics, limits)
+    experts = expert_storage(config, numerics, limits.max_seq_len, limits.rows)
     module = DSpark(config, numerics, _source(checkpoint, config, numerics, experts.packed))
     return Model(config, read_tokenizer(path, config), module, limits, numerics, experts.kind)
 
 
-def expert_storage(config: ModelConfig, numerics: Numerics, limits: Limits) -> ExpertStorage:
-    """How `load` holds the routed experts of this config, here and now."""
-    cache = jax.eval_shape(lambda: new_cache(config, 1, limits.max_seq_len, limits.rows, jnp.dtype(numerics.dtype)))
+def expert_storage(config: ModelConfig, numerics: Numerics, max_seq_len: int = MAX_SEQ_LEN, rows: int | None = None) -> ExpertStorage:
+    """How `load` holds the routed experts of this config, here and now. rows: see Limits; None: those of load's defaults."""
+    rows = rows or most_rows(config, default_chunk(config))
+    cache = jax.eval_shape(lambda: new_cache(config, 1, max_seq_len, rows, jnp.dtype(numerics.dtype)))
     return storage.choose(functools.partial(DSpark, config, numerics), numerics, cache)
 
 
@@ -158,12 +159,21 @@ def dtype_name(dtype) -> str:
     return name
 
 
+def default_chunk(config: ModelConfig) -> int:
+    return min(config.sliding_window, LARGEST_PREFILL_CHUNK)
+
+
+def most_rows(config: ModelConfig, chunk: int) -> int:
+    """The most rows that a call carries: a prefill chunk or a verify block."""
+    return max(chunk, config.dspark_block_size + 1)
+
+
 def make_limits(config: ModelConfig, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: int | None = None) -> Limits:
-    chunk = min(config.sliding_window, LARGEST_PREFILL_CHUNK) if prefill_chunk is None else prefill_chunk
+    chunk = default_chunk(config) if prefill_chunk is None else prefill_chunk
     for name, value, most in (("max_seq_len", max_seq_len, MAX_POSITIONS), ("prefill_chunk", chunk, MAX_POSITIONS)):
         if not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
             raise ConfigError(f"{name}: {value!r} is not an integer from 1 to {most}")
-    rows = max(int(chunk), config.dspark_block_size + 1)
+    rows = most_rows(config, int(chunk))
     group_width = config.num_attention_heads * config.head_dim // config.o_groups
     fewest = fewest_rows(config.dspark_block_size, max(config.head_dim, config.sliding_window + rows, group_width))
     return Limits(int(max_seq_len), max(int(chunk), fewest), rows, fewest)

@@ -83,6 +83,8 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
     """Raises ConfigError naming the axes of the mesh, or every size of the model that does not divide over it."""
     if not isinstance(mesh, Mesh) or mesh.axis_names != (DATA, MODEL):
         raise ConfigError(f"mesh: {mesh!r} is no mesh with the axes {(DATA, MODEL)}; use dspark_jax.make_mesh(data, model)")
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ConfigError("mesh: its axes must be Auto, and jax.make_mesh makes Explicit ones; use dspark_jax.make_mesh(data, model)")
     shards = mesh.shape[MODEL]
     wrong = [f"{key} is {getattr(config, key)}" for key in COUNTS.values() if getattr(config, key) % shards]
     if wrong:

@@ -15,7 +15,7 @@ TOGETHER = (
     ("test_mesh_streams",),
     ("test_sharding",),
     ("test_distributed",),
-    ("test_drafter", "test_goldens_float", "test_round", "test_sequence", "test_state_prefill"),
+    ("test_drafter", "test_goldens_float", "test_nan_weights", "test_round", "test_sequence", "test_state_prefill"),
     ("test_goldens_reference", "test_state_bounds", "test_state_streams", "test_storage"),
     ("test_generate",),
     ("test_state_rejection", "test_state_rings"),

@@ -109,7 +109,7 @@ def _indexer(config, block, x, rows, cache):
     low, _ = block.attn.queries(x, rows.compressed)
     indexer, entries = block.indexer, cache.index_entries
     scores = indexer.scores(indexer.queries(low, rows.compressed), indexer.head_weights(x), entries[0])
-    return scores, *cached._choose(indexer, config, x, low, rows, entries, 0, block.kind.ratio)
+    return scores, *cached._choose(indexer, config, x, low, rows, entries, 0, block.kind.ratio)[:2]
 
 
 def moe(config, block, x, ids, mask):

@@ -329,6 +329,25 @@ def process(coordinator: str, process_id: str, dies: str) -> None:
         distributed.leave(1)
 
 
+def member(coordinator: str, process_id: str, what: str) -> None:
+    """One of two processes that have joined: it is killed, waits for that, or compares itself with the other one."""
+    import signal
+    import time
+    import dspark_jax as dspark
+    from dspark_jax import distributed
+    number = int(process_id)
+    distributed.initialize(coordinator, number, 2)
+    if what == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stays":
+        time.sleep(60)
+    else:
+        try:
+            distributed.require_same(mode=("block", "plain")[number], seed=number, prompt="the same")
+        except dspark.ConfigError as error:
+            print(error)
+
+
 def check_fetch() -> None:
     """What lies with another process comes to the host of each."""
     import jax
@@ -344,4 +363,5 @@ def check_fetch() -> None:
 
 
 if __name__ == "__main__":
-    processes.main(streams=streams, embedded=embedded, refuses=refuses, quantises=quantises, process=process)
+    processes.main(streams=streams, embedded=embedded, refuses=refuses, quantises=quantises, process=process,
+                   member=member)

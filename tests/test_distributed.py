@@ -29,6 +29,31 @@ def test_two_processes_and_the_death_of_one():
     assert "process 0 lost another one of the 2 processes of this run: it ended or cannot be reached" in said
 
 
+@pytest.mark.parametrize("dies, stays", [(0, 1), pytest.param(1, 0, marks=pytest.mark.heavy)])  # half a minute of waiting
+def test_the_end_of_a_process_is_said_by_the_other(dies, stays):
+    """Also of the one that coordinates, for which jax's runtime aborts the others; and at any moment, here while nothing is computed."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    running = {i: start("mesh_parts.py", 1, "member", coordinator, i, "dies" if i == dies else "stays") for i in (dies, stays)}
+    running[dies].communicate(timeout=120)
+    died = time.monotonic()
+    _, said = running[stays].communicate(timeout=60)
+    assert running[dies].returncode == -9 and running[stays].returncode != 0 and time.monotonic() - died < 60
+    assert said.splitlines()[-1].startswith(f"process {stays} of 2 was ended before it could finish: it was killed, or another process")
+
+
+def test_processes_that_differ_are_refused():
+    """By name, in both, before either computes; what ends well says nothing."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    running = [start("mesh_parts.py", 1, "member", coordinator, i, "differs") for i in (0, 1)]
+    for i, process in enumerate(running):
+        said, complaints = process.communicate(timeout=120)
+        assert process.returncode == 0, complaints
+        assert said.splitlines()[-1] == (  # gloo prints too
+            "the 2 processes of this run must all make the same calls, but they differ in: mode, seed. "
+            f"Here: mode {('block', 'plain')[i]}; seed {i}")
+        assert "was ended" not in complaints
+
+
 @pytest.mark.heavy
 def test_the_command_in_two_processes():
     """On 2x2 `dspark generate` prints what one device gives, once."""

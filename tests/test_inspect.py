@@ -3,15 +3,17 @@
 import argparse
 import json
 import math
+import shutil
 
 import pytest
 
 import official_table
-from dspark_jax import inspect
+from checkpoints.official import SINGLE
+from dspark_jax import inspect, platform
 from dspark_jax.config import ModelConfig, v4_flash_0731
 from dspark_jax.errors import CheckpointError
 from dspark_jax.inspect import inspect_checkpoint
-from official_files import CONFIG, GOLDENS, SPECS, hollow_checkpoint, write_small
+from official_files import CONFIG, GOLDENS, SPECS, edit_header, hollow_checkpoint, write_small
 
 
 def command(*arguments):
@@ -47,6 +49,29 @@ def test_full_size_headers_only(tmp_path):
     assert summary.files == 46 and summary.tensors == 72317 and summary.config == v4_flash_0731()
     assert summary.parameters == sum(math.prod(spec.shape) for spec in official_table.expected(v4_flash_0731()))
     assert 284e9 < sum(part.parameters for part in summary.parts if part.module == "main") < 286e9
+
+
+def test_nothing_is_compiled(monkeypatch):
+    """How rows are summed on this machine is found out by compiled programs, and does not matter here."""
+    monkeypatch.setattr(platform, "rows_agree", lambda: pytest.fail("the probes were run"))
+    assert inspect_checkpoint(GOLDENS).problem is None
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrong"])
+def test_what_cannot_be_loaded_is_named(tmp_path, fault):
+    """Status 1, as the help says: missing and misshapen tensors are seen in the headers."""
+    name = "layers.0.ffn.gate.weight"
+    for file in ("config.json", SINGLE):
+        shutil.copy(GOLDENS / file, tmp_path)
+
+    def change(header):
+        entry = header.pop(name)
+        header[name if fault == "wrong" else "layers.0.ffn.gat.weight"] = entry | {"shape": entry["shape"][::-1]}
+
+    edit_header(tmp_path / SINGLE, change)
+    summary = inspect_checkpoint(tmp_path)
+    assert f"{fault}: {name}" in summary.problem and summary.config == CONFIG
+    assert command(tmp_path) == 1
 
 
 def test_json_and_table(capsys):

@@ -19,7 +19,7 @@ from dspark_jax import inspect, memory, sharding, storage
 from dspark_jax.convert_command import convert_checkpoint
 from dspark_jax.inspect import inspect_checkpoint
 from dspark_jax.layers.numerics import Numerics
-from dspark_jax.loading import expert_storage, make_limits
+from dspark_jax.loading import expert_storage
 from dspark_jax.platform import compiling_for
 from official_files import CONFIG, GOLDENS, poison
 from support import golden_model
@@ -81,7 +81,7 @@ def available(monkeypatch):
 
 
 def chosen(dtype="float32"):
-    return expert_storage(CONFIG, Numerics(dtype), make_limits(CONFIG))
+    return expert_storage(CONFIG, Numerics(dtype))
 
 
 def test_dequantised_where_it_fits(available):
@@ -164,7 +164,7 @@ def packed():
 
 
 def test_the_sizes_are_those_of_the_arrays(golden_reference, packed):
-    said = expert_storage(CONFIG, packed.numerics, packed.limits)
+    said = expert_storage(CONFIG, packed.numerics, packed.limits.max_seq_len, packed.limits.rows)
     cache = sum(leaf.nbytes for leaf in jax.tree.leaves(dspark.new_cache(packed)))
     for model, needed in ((golden_reference, said.dequantised_bytes), (packed, said.packed_bytes)):
         sizes = [array.nbytes for array in arrays(model)]

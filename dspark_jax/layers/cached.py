@@ -52,7 +52,8 @@ def attend_cached(block, config: ModelConfig, x: jax.Array, rows: Rows, cache: L
         if block.indexer is None:
             running = _absorb_all(running, q, config, rows, cache.entries, layer, ratio)
         else:
-            chosen, found = _choose(block.indexer, config, x, low, rows, cache.index_entries, layer, ratio)
+            chosen, found, poison = _choose(block.indexer, config, x, low, rows, cache.index_entries, layer, ratio)
+            running = running._replace(total=running.total + poison[..., None])
             running = _absorb_chosen(running, q, config, rows, cache.entries, layer, ratio, chosen, found)
     return attn.output(finish(running, attn.numerics.dtype), turn), cache
 
@@ -110,6 +111,8 @@ def _entries_at(entries, layer, first, block: int):
 def _choose(indexer, config, x, low, rows: Rows, entries, layer, ratio: int):
     """Ids [B, T, K] of the best-scoring entries that a row sees, and bool [B, T, K]: whether there was one. Ties: the lower id.
 
+    Third: NaN [B, T] for a row with a score that is NaN, else 0; what it would choose has no meaning. NaNs come first in top_k.
+
     The best K so far are merged with one block of scores at a time. They stand before the block, with lower ids among equals first,
     and top_k prefers what stands first.
     """
@@ -130,7 +133,7 @@ def _choose(indexer, config, x, low, rows: Rows, entries, layer, ratio: int):
     shape = (*x.shape[:2], best)
     empty = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
     scores, ids = jax.lax.fori_loop(0, _blocks(rows, ratio, block), step, empty)
-    return ids, scores > -jnp.inf
+    return ids, scores > -jnp.inf, jnp.where(jnp.isnan(scores).any(axis=-1), jnp.nan, 0)
 
 
 def _absorb_chosen(running: Running, q, config, rows: Rows, entries, layer, ratio: int, chosen, found) -> Running:

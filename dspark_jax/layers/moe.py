@@ -81,9 +81,11 @@ class MoE(nnx.Module):
         scores = jnp.sqrt(jax.nn.softplus(dot(x, self.gate)))
         if self.hashed:
             chosen = self.table[...][ids]
+            picked = jnp.take_along_axis(scores, chosen, axis=-1)
         else:
-            chosen = jax.lax.top_k(scores + self.bias[...], self.active)[1]
-        picked = jnp.take_along_axis(scores, chosen, axis=-1)
+            biased, chosen = jax.lax.top_k(scores + self.bias[...], self.active)
+            # The weights are without the bias; one that is NaN, which comes first in top_k, must show all the same.
+            picked = jnp.where(jnp.isnan(biased), jnp.nan, jnp.take_along_axis(scores, chosen, axis=-1))
         return chosen, self.scaling * picked / jnp.sum(picked, axis=-1, keepdims=True), scores
 
     def __call__(self, x: jax.Array, ids: jax.Array, mask: jax.Array, regime: str, layer=None) -> tuple[jax.Array, tuple]:
