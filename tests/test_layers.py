@@ -1,6 +1,7 @@
 """Attention, experts and head on golden inputs (float mode), with planted mistakes, and what a layer promises."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,24 @@ def test_rows_beyond_the_valid_ones_change_nothing(golden_float, expected_float)
 
 
 # Mixture of experts
+
+@pytest.mark.parametrize("topk", [1, 3, 6])
+def test_indexer_ties_go_to_the_lower_entry(monkeypatch, topk):
+    """Within a block of scores and across blocks, for rows that see few entries and many."""
+    scores = np.array([[2, 5, 5, 1, 5, 2, 7, 7, 5, 2, 7, 0, 5, 7, 2, 9], [3] * 16], np.float32)
+    monkeypatch.setattr(cached, "entry_block", lambda config: 4)
+    indexer = types.SimpleNamespace(queries=lambda low, turn: None, head_weights=lambda x: None,
+                                    scores=lambda q, weights, entries: jnp.broadcast_to(entries[:, None, :, 0], (2, 60, 4)))
+    positions = jnp.broadcast_to(jnp.arange(60), (2, 60))
+    rows = cached.Rows(positions, jnp.ones((2, 60), bool), jnp.full(2, 60), None, None)
+    config = types.SimpleNamespace(index_topk=topk)
+    ids, found, _ = cached._choose(indexer, config, jnp.zeros((2, 60, 1)), None, rows, jnp.asarray(scores)[None, ..., None], 0, 4)
+    for stream, row in np.ndindex(2, 60):
+        seen = (row + 1) // 4
+        expected = np.argsort(-scores[stream, :seen], kind="stable")[:topk]
+        assert np.asarray(found[stream, row]).sum() == len(expected)
+        assert np.array_equal(np.asarray(ids[stream, row])[np.asarray(found[stream, row])], expected), (stream, row)
+
 
 def moe_of(model, expected, change=None):
     x = expected["p1.moe_in.4"]

@@ -12,7 +12,7 @@ import pallas_kernels
 from checkpoints import formats
 from dspark_jax.config import ModelConfig, v4_flash_0731
 from dspark_jax.layers import hyper_connection, moe
-from dspark_jax.layers.attention import absorb, finish, start
+from dspark_jax.layers.attention import Attention, absorb, finish, start
 from dspark_jax.layers.hyper_connection import HyperConnection
 from dspark_jax.layers.indexer import hadamard
 from dspark_jax.layers.norm import RMSNorm
@@ -88,6 +88,15 @@ def test_act_quant(primitives, name, block):
 
 def test_act_quant_needs_its_own_block(primitives):
     assert not same_bits(act_quant(primitives["act_quant.b64k192.in"], 128), primitives["act_quant.b64k192.out"])
+
+
+def test_a_key_is_quantised_in_blocks_of_64_without_its_rotary_channels(primitives):
+    """192 of the first kind: the golden models have 64, which blocks of 128 would quantise alike."""
+    x, out = primitives["act_quant.b64k192.in"], primitives["act_quant.b64k192.out"]
+    rotary = np.random.default_rng(0).standard_normal((len(x), 32)).astype(np.float32)
+    attention = types.SimpleNamespace(plain=192, numerics=Numerics("float32", True))
+    key = Attention.quantise_key(attention, jnp.concatenate([x, rotary], axis=1))
+    assert same_bits(key, np.concatenate([out, rotary], axis=1))
 
 
 def test_act_quant_passes_gradients_through(primitives):
