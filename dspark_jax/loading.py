@@ -98,7 +98,8 @@ def load(path=None, mesh=None, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: in
         `dspark convert` wrote. None: the embedded tiny checkpoint.
       mesh: the devices to run on, see `make_mesh`. None: this process's first device.
       max_seq_len: most tokens of one stream, prompt and generated together.
-      prefill_chunk: rows of one prefill call, in tokens. None: the window, at most 128.
+      prefill_chunk: rows of one prefill call, in tokens. None: the window, at most 128. It sets the size of the rings as well, and
+        with that the order of sums: two loads with other chunks may differ in the last bits.
       dtype: compute dtype, "float32" or "bfloat16". None: float32 on CPU, bfloat16 elsewhere.
       activation_quant: simulate the official activation quantisation, with which the model was trained.
 
