@@ -124,26 +124,48 @@ def activation_bytes(config: ModelConfig, mesh: tuple[int, int], streams: int) -
 
 def _local(streams: int, mesh: tuple[int, int]) -> int:
     """Streams of one device; a single stream is computed by every row of the mesh."""
-    return 1 if streams == 1 else -(-streams // mesh[0])
+    return -(-streams // mesh[0])
 
 
-def check(config: ModelConfig, target: Target, mesh: tuple[int, int], context: int, streams: int) -> None:
-    """Raises ConfigError, saying why, for a mesh that is not these devices or over which the model does not divide."""
-    if math.prod(mesh) != target.devices:
-        raise ConfigError(f"mesh {mesh[0]}x{mesh[1]} has {math.prod(mesh)} devices, {target.name} has {target.devices}")
+def check(config: ModelConfig, target: Target, mesh: tuple[int, int], context: int, streams: int, accepted: float) -> None:
+    """Raises ConfigError, saying why, for what cannot be planned: the target, the mesh on it, or the numbers."""
+    _check_target(target)
+    _check_mesh(config, target, mesh)
+    if not 1 <= context <= MAX_POSITIONS:
+        raise ConfigError(f"context {context} is not between 1 and {MAX_POSITIONS} tokens")
+    if streams < 1:
+        raise ConfigError(f"streams {streams}: at least 1 is needed")
+    if streams > 1 and streams % mesh[0]:
+        raise ConfigError(f"{streams} streams do not divide over the {mesh[0]} devices of the data axis; use 1 or a multiple")
+    if not 0 <= accepted <= config.dspark_block_size:
+        raise ConfigError(f"accepted {accepted:g}: drafts accepted per round must lie between 0 and {config.dspark_block_size}, "
+                          "the draft block")
+
+
+def _check_target(target: Target) -> None:
+    if target.devices < 1:
+        raise ConfigError(f"{target.name}: at least 1 device is needed")
+    if not 0 < target.memory < math.inf:
+        raise ConfigError(f"{target.name}: the memory of a device must be more than 0 bytes and finite, got {target.memory:g}")
+    if target.bandwidth is not None and not 0 < target.bandwidth < math.inf:
+        raise ConfigError(f"{target.name}: the bandwidth of a device must be more than 0 and finite, got {target.bandwidth:g}")
+
+
+def _check_mesh(config: ModelConfig, target: Target, mesh: tuple[int, int]) -> None:
+    """The mesh must be all of the target's devices, and the model must divide over it."""
+    devices = target.devices
+    if math.prod(mesh) != devices:
+        raise ConfigError(f"mesh {mesh[0]}x{mesh[1]} takes {math.prod(mesh)} devices, but there are {devices} ({target.name}); "
+                          f"its sizes must multiply to {devices}, such as 1x{devices}")
     wrong = [f"{key} is {getattr(config, key)}" for key in COUNTS.values() if getattr(config, key) % mesh[1]]
     if wrong:
         raise ConfigError(f"mesh {mesh[0]}x{mesh[1]}: the model axis has {mesh[1]} devices, over which these do not divide: "
                           f"{', '.join(wrong)}")
-    if not 1 <= context <= MAX_POSITIONS:
-        raise ConfigError(f"context {context} is not between 1 and {MAX_POSITIONS} tokens")
-    if streams < 1 or (streams > 1 and streams % mesh[0]):
-        raise ConfigError(f"{streams} streams do not divide over the {mesh[0]} devices of the data axis; use 1 or a multiple")
 
 
 def make_plan(config: ModelConfig, target: Target, mesh: tuple[int, int], context: int, streams: int, accepted: float) -> Plan:
     """accepted: drafts accepted per round, assumed for the speculative estimate."""
-    check(config, target, mesh, context, streams)
+    check(config, target, mesh, context, streams, accepted)
     parameters = parameter_bytes(config, mesh)
     activations = activation_bytes(config, mesh, streams)
     per_stream = cache_bytes(config, context)
@@ -154,8 +176,8 @@ def make_plan(config: ModelConfig, target: Target, mesh: tuple[int, int], contex
         return held + _local(streams, mesh) * cache_bytes(config, context) <= target.memory
 
     longest = _largest(lambda n: fits(n * 1024, streams), MAX_POSITIONS // 1024) * 1024
-    most = _largest(lambda n: fits(context, n * mesh[0]), 1 << 16) * mesh[0] or int(fits(context, 1))
-    speed = estimate_speed(config, target, mesh, context, streams, accepted) if target.bandwidth else None
+    most = _largest(lambda n: fits(context, n * mesh[0]), int(target.memory // per_stream)) * mesh[0]  # caches alone bound n
+    speed = None if target.bandwidth is None else estimate_speed(config, target, mesh, context, streams, accepted)
     return Plan(target, mesh, context, streams, parameters, per_stream, activations, total, total <= target.memory, longest, most, speed)
 
 

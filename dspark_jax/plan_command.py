@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 
 import jax
@@ -12,8 +13,10 @@ from dspark_jax.errors import ConfigError
 from dspark_jax.plan import GB, GIB, Plan, Target, make_plan
 from dspark_jax.sharding import parse_mesh
 
-# Memory (bytes) and bandwidth (bytes/s) of one device, from the makers' data sheets.
-TPUS = {"v5e": (16 * GB, 819e9), "v5p": (95 * GB, 2765e9), "v6e": (32 * GB, 1640e9)}
+# A shape, with as many dimensions as every shape of its kind. Of one device, from the makers' data sheets: memory in bytes, bandwidth
+# in bytes/s.
+TPUS = {"v5e": ("2x4", 16 * GB, 819e9), "v5p": ("2x2x1", 95 * GB, 2765e9), "v6e": ("2x4", 32 * GB, 1640e9)}
+_DEFAULT_TOPOLOGY = "v5p:2x2x1"
 _UNITS = {"GB": GB, "GiB": GIB, "TB": 1e12, "TiB": 2**40}
 
 
@@ -25,10 +28,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", metavar="DIR", help="checkpoint directory or config.json (default: DeepSeek-V4-Flash-0731)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--topology", metavar="NAME", help="TPU topology, v5e, v5p or v6e with its shape (default v5p:2x2x1)")
+    where.add_argument("--topology", metavar="NAME", help=f"TPU topology, v5e, v5p or v6e with its shape (default {_DEFAULT_TOPOLOGY})")
     where.add_argument("--devices", type=int, metavar="N", help="number of devices; give --memory too")
-    add("--memory", metavar="SIZE", help="memory of one device, such as 141GB or 80GiB")
-    add("--bandwidth", metavar="RATE", help="memory bandwidth of one device per second, such as 4.8TB (TPUs: known)")
+    add("--memory", metavar="SIZE", help="with --devices: memory of one device, such as 141GB or 80GiB")
+    add("--bandwidth", metavar="RATE", help="with --devices, for an estimate of speed: memory bandwidth of one device per second, such "
+        "as 4.8TB")
     add("--mesh", metavar="DATAxMODEL", help="mesh of streams x model parts (default: 1xN)")
     add("--context", type=int, default=65536, metavar="N", help="tokens of one stream (default %(default)s)")
     add("--streams", type=int, default=1, metavar="N", help="streams at once (default %(default)s)")
@@ -46,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # shapes need no device, and looking for a TPU that is not here takes time and complains
     config = _config(args.config)
     target = _target(args)
-    mesh = parse_mesh(args.mesh) if args.mesh else (1, target.devices)
+    mesh = (1, target.devices) if args.mesh is None else parse_mesh(args.mesh)
     plan = make_plan(config, target, mesh, args.context, args.streams, args.accepted)
     programs = None
     if args.compile:
         from dspark_jax.plan_compile import compile_programs
-        if not args.topology and args.devices:
+        if args.devices is not None:
             raise ConfigError("--compile needs a --topology to compile for")
         programs = compile_programs(config, target.name, mesh, args.context, args.streams)
     if args.json:
@@ -72,31 +76,40 @@ def _config(path: str | None) -> ModelConfig:
 
 
 def _target(args: argparse.Namespace) -> Target:
-    if args.devices is not None:
-        if not args.memory:
-            raise ConfigError("--devices needs --memory, the size of one device, such as --memory 141GB")
-        bandwidth = _size(args.bandwidth, "--bandwidth") if args.bandwidth else None
-        return Target(f"{args.devices} devices", args.devices, _size(args.memory, "--memory"), bandwidth)
-    return tpu(args.topology or "v5p:2x2x1")
+    if args.devices is None:
+        target = tpu(_DEFAULT_TOPOLOGY if args.topology is None else args.topology)
+        for flag, value in (("--memory", args.memory), ("--bandwidth", args.bandwidth)):
+            if value is not None:
+                raise ConfigError(f"{flag} goes with --devices; the memory and bandwidth of {target.name} are known")
+        return target
+    if args.memory is None:
+        raise ConfigError("--devices needs --memory, the size of one device, such as --memory 141GB")
+    bandwidth = None if args.bandwidth is None else _size(args.bandwidth, "--bandwidth")
+    return Target(f"{args.devices} device{'' if args.devices == 1 else 's'}", args.devices, _size(args.memory, "--memory"), bandwidth)
 
 
 def tpu(topology: str) -> Target:
     """"v5p:2x2x1" -> its devices, with the memory and bandwidth of one."""
-    match = re.fullmatch(r"(v\w+):(\d+(?:x\d+)+)", topology)
+    match = re.fullmatch(r"(v\w+):(\d+(?:x\d+)*)", topology)
     if not match or match[1] not in TPUS:
         raise ConfigError(f"--topology {topology!r}: expected one of {', '.join(TPUS)} with its shape, such as v5p:2x2x1 or v6e:2x4")
-    devices = 1
-    for side in match[2].split("x"):
-        devices *= int(side)
-    return Target(topology, devices, *TPUS[match[1]])
+    kind, sides = match[1], [int(side) for side in match[2].split("x")]
+    shape, memory, bandwidth = TPUS[kind]
+    dimensions = shape.count("x") + 1
+    if len(sides) != dimensions or min(sides) < 1:
+        raise ConfigError(f"--topology {topology!r}: {kind} has {dimensions} dimensions of at least 1, such as {kind}:{shape}")
+    return Target(topology, math.prod(sides), memory, bandwidth)
 
 
 def _size(text: str, flag: str) -> float:
     match = re.fullmatch(r"([0-9.]+)\s*(GB|GiB|TB|TiB)(?:/s)?", text)
     try:
-        return float(match[1]) * _UNITS[match[2]]
+        size = float(match[1]) * _UNITS[match[2]]
     except (TypeError, ValueError):
         raise ConfigError(f"{flag} {text!r}: expected a number with one of the units {', '.join(_UNITS)}") from None
+    if not 0 < size < math.inf:
+        raise ConfigError(f"{flag} {text!r}: must be more than 0 and finite")
+    return size
 
 
 def render(plan: Plan) -> str:
