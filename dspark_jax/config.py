@@ -266,7 +266,7 @@ def _convert(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             out[name] = tuple(out[name])
     if "eos_token_id" in out and not isinstance(out["eos_token_id"], tuple):
         out["eos_token_id"] = () if out["eos_token_id"] is None else (out["eos_token_id"],)
-    out.update({name: float(out[name]) for name in FLOATS if is_int(out[name])})
+    out.update({name: float(out[name]) for name in FLOATS if is_int(out[name]) and is_number(out[name])})
     rope = out["rope_scaling"]
     found = _rope_scaling_problems(rope)
     if not found:
@@ -286,7 +286,7 @@ def _rope_scaling_problems(values: Any) -> list[str]:
         elif name not in names:
             found.append(_refusal(f"rope_scaling.{name}", value, ()))
         elif not is_number(value):
-            found.append(f"rope_scaling.{name} = {value!r}: expected a number")
+            found.append(f"rope_scaling.{name} = {value!r}: expected a number that a float can hold")
     return found
 
 

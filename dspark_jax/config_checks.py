@@ -27,7 +27,11 @@ def is_int(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return (is_int(value) or isinstance(value, float)) and math.isfinite(value)
+    """Whether a float can hold it, which an integer may be too large for."""
+    try:
+        return (is_int(value) or isinstance(value, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def problems(config: Any) -> list[str]:
@@ -46,7 +50,7 @@ def _type_problems(config: Any) -> list[str]:
     for name in FLOATS:
         value = getattr(config, name)
         if not is_number(value) or value <= 0:
-            found.append(f"{name} = {value!r}: expected a number > 0")
+            found.append(f"{name} = {value!r}: expected a number > 0 that a float can hold")
     for name in TUPLES:
         value = getattr(config, name)
         if not isinstance(value, tuple) or not all(is_int(entry) for entry in value):
