@@ -35,9 +35,9 @@ def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Ar
 
     Raises PromptError for ids outside the vocabulary, more rows than the cache was made for, or rows beyond its end.
     """
-    tokens, valid = np.asarray(tokens), np.asarray(valid, np.int32)
+    tokens, valid = _array("extend: tokens", tokens), _array("extend: valid", valid)
     check_rows(model, cache, tokens, valid)
-    tokens = tokens.astype(np.int32)
+    tokens, valid = tokens.astype(np.int32), valid.astype(np.int32)
     width = max(tokens.shape[1], model.limits.fewest)
     padded = np.pad(tokens, [(0, 0), (0, width - tokens.shape[1])])
     logits, hidden, cache = _program(model, "extend")(model.split[1], cache, padded, valid)
@@ -45,18 +45,33 @@ def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Ar
 
 
 def commit(cache: Cache, n) -> Cache:
-    """Adds n [B] to the position and does nothing else; 0 <= n <= the valid rows of the last extend."""
+    """Adds n [B] to the position and does nothing else; 0 <= n <= the valid rows of the last extend.
+
+    Raises PromptError for another shape, for what is no integer, and for a negative number that the host knows.
+    """
+    if not isinstance(n, jax.Array):  # what the device holds is not waited for
+        n = _array("commit: n", n)
+    batch = cache.position.shape[0]
+    if n.shape != (batch,):
+        raise PromptError(f"commit: n {n.shape} does not fit a cache of {batch} streams; it must be [{batch}]")
+    if not jnp.issubdtype(n.dtype, jnp.integer):
+        raise PromptError(f"commit: n must be integers, got {n.dtype}")
+    if isinstance(n, np.ndarray) and (n < 0).any():
+        raise PromptError(f"commit: n {n.tolist()} must be 0 or more; a committed row cannot be taken back")
     return caches.commit(cache, jnp.asarray(n, jnp.int32))
 
 
 def prefill(model: Model, tokens: list[int]) -> tuple[jax.Array, jax.Array, Cache]:
     """One stream of any length from an empty cache: logits [1, S, V], hidden [1, S, N*D], and the cache committed at S."""
+    tokens = _array("prefill: tokens", tokens)
+    if tokens.ndim != 1:
+        raise PromptError(f"prefill: tokens {tokens.shape} must be one list of token ids, of one stream")
     check_ids(model, tokens)
     if len(tokens) > model.limits.max_seq_len:
         raise PromptError(f"{len(tokens)} tokens do not fit into max_seq_len {model.limits.max_seq_len}; load with a larger one")
     cache, chunk, outputs = new_cache(model), model.limits.prefill_chunk, []
     for at in range(0, len(tokens), chunk):
-        part = np.asarray(tokens[at:at + chunk], np.int32)[None]
+        part = tokens[None, at:at + chunk].astype(np.int32)
         count = part.shape[1]
         padded = np.pad(part, [(0, 0), (0, chunk - count)])
         logits, hidden, cache = _program(model, "prefill")(model.split[1], cache, padded, np.array([count], np.int32))
@@ -71,18 +86,39 @@ def draft(model: Model, cache: Cache, token, hidden=None, count: int | None = No
 
     hidden [B, N*D]: replaces the seed's captured hidden for this draft. count: only the leading drafts, at most the block size.
     Returns a Draft: tokens [B, K], logits [B, K, V], confidence [B, K].
+    Raises PromptError for a token or a hidden of another shape than the cache's streams need, and for ids outside the vocabulary.
     """
     most = model.config.dspark_block_size
     count = most if count is None else count
-    if not 1 <= count <= most:
+    if not isinstance(count, (int, np.integer)) or not 1 <= count <= most:
         raise ConfigError(f"count: {count} drafts asked for, dspark_block_size is {most}; use 1 to {most}")
-    token = np.asarray(token)
-    check_ids(model, token.ravel())
+    token, batch = _array("draft: token", token), cache.position.shape[0]
+    if token.shape != (batch,):
+        raise PromptError(f"draft: token {token.shape} does not fit a cache of {batch} streams; it must be [{batch}]")
+    check_ids(model, token)
     token = token.astype(np.int32)
+    hidden = None if hidden is None else _checked_hidden(model, batch, hidden)
     if np.min(cache.position) < 1:
         raise PromptError("draft: position 0 has no committed token before it; prefill at least one token first")
     result = _program(model, "draft")(model.split[1], cache, token, hidden)
     return jax.tree.map(lambda a: a[:, :count], result)
+
+
+def _checked_hidden(model: Model, batch: int, hidden):
+    hidden = hidden if isinstance(hidden, jax.Array) else _array("draft: hidden", hidden)
+    shape = batch, model.config.n_hidden_taps * model.config.hidden_size
+    if hidden.shape != shape or not jnp.issubdtype(hidden.dtype, jnp.floating):
+        raise PromptError(f"draft: hidden {hidden.shape} of {hidden.dtype} must be {list(shape)} of floats: the captured hidden of one row "
+                          "of each stream")
+    return hidden
+
+
+def _array(what: str, value) -> np.ndarray:
+    """`value` on the host; what is no array, such as rows of different lengths, is refused."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise PromptError(f"{what}: the rows differ in length; give one array, and pad its rows") from None
 
 
 def check_ids(model: Model, tokens) -> None:
@@ -105,10 +141,12 @@ def check_rows(model: Model, cache: Cache, tokens: np.ndarray, valid: np.ndarray
                           f"they must be [{batch}, T] and [{batch}]")
     if tokens.shape[1] > model.limits.rows:
         raise PromptError(f"extend: {tokens.shape[1]} rows in one call, the cache was made for at most {model.limits.rows}")
+    if not np.issubdtype(valid.dtype, np.integer):
+        raise PromptError(f"extend: valid must be integers, got {valid.dtype}")
     if (valid < 0).any() or (valid > tokens.shape[1]).any():
         raise PromptError(f"extend: valid {valid.tolist()} must lie between 0 and the {tokens.shape[1]} rows given")
     check_ids(model, tokens)
-    ends = np.asarray(cache.position) + valid
+    ends = np.asarray(cache.position) + valid.astype(np.int64)
     if (ends > model.limits.max_seq_len).any():
         raise PromptError(f"extend: rows up to position {int(ends.max()) - 1} do not fit into max_seq_len {model.limits.max_seq_len}")
 
