@@ -21,7 +21,10 @@ from dspark_jax.segments import LayerKind, scan_layers
 
 @struct.dataclass
 class Draft:
-    """tokens: [B, K] int32 proposed ids. logits: [B, K, V] float32, Markov term included. confidence: [B, K] float32, raw."""
+    """tokens: [B, K] int32 proposed ids. logits: [B, K, V] float32, Markov term included. confidence: [B, K] float32, raw.
+
+    The confidence of a draft whose largest logit is not finite is NaN: damaged weights show in it, whichever tensor they are in.
+    """
 
     tokens: jax.Array
     logits: jax.Array
@@ -117,11 +120,11 @@ class Drafter(nnx.Module):
         def step(previous, base):
             logits = base + self.markov_bias(previous)
             best = jnp.argmax(logits, axis=-1).astype(token.dtype)
-            return best, (best, logits, previous)
+            return best, (best, logits, previous, jnp.isfinite(jnp.max(logits, axis=-1)))
 
         base = jnp.moveaxis(self.base_logits(main, y), 1, 0)
-        tokens, logits, previous = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), jax.lax.scan(step, token, base)[1])
-        return Draft(tokens, logits, self.confidences(y, previous))
+        tokens, logits, previous, finite = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), jax.lax.scan(step, token, base)[1])
+        return Draft(tokens, logits, jnp.where(finite, self.confidences(y, previous), jnp.nan))
 
     def markov_bias(self, previous: jax.Array) -> jax.Array:
         """previous [B] token ids -> [B, V] float32."""

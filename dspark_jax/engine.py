@@ -33,8 +33,9 @@ from dspark_jax.sharding import DATA, cache_specs, fetch, max_over_data, on_mesh
 class RoundRecord:
     """What one round did.
 
-    proposed: drafts made, K, or 0 after a margin skip. verified: drafts chosen to be verified. accepted: leading ones that matched.
-    confidence: K raw scores, None after a margin skip. margin: top1 - top2 of the anchor's logits. skipped: "", "gate" or "margin".
+    proposed: drafts made, K, or 0 after a margin skip. verified: drafts chosen to be verified, of those that the cache has room for.
+    accepted: leading ones that matched. confidence: K raw scores, None after a margin skip. margin: top1 - top2 of the anchor's
+    logits. skipped: "", "gate" or "margin".
     """
 
     proposed: int
@@ -172,7 +173,8 @@ class Engine:
         """Runs the prompts of these numbers at once, at most `width` of them; each emits what it would emit alone.
 
         Every stream ends with max_new_tokens or a stop token; the surplus of the last round is dropped from its tokens.
-        Raises NumericsError at logits that are not finite, after the tokens before them; DsparkError if another process is lost.
+        Raises NumericsError at logits or drafts that are not finite, after the tokens before them; DsparkError if another process
+        is lost.
         """
         with losses_explained():
             yield from self._stream(numbers, rounds_per_call)
@@ -195,9 +197,11 @@ class Engine:
             self.gate_state, done, faulty, outputs, count = fetch(self.model.mesh, (*_shown(state), outputs, count))
             for i in range(int(count)):
                 for b, number in enumerate(numbers):
+                    anchor = self._anchor_position(number, remaining[b])
                     tokens, remaining[b] = self._kept(outputs.tokens[i, b, :outputs.emitted[i, b]].tolist(), remaining[b])
                     if tokens:
                         record = None if self.request.mode == "plain" else _record(outputs, i, b)
+                        _refuse_damaged_drafts(record, number, anchor)
                         yield Emission(number, tokens, record, not remaining[b])
             for number, position in zip(numbers, faulty.tolist()):
                 if position >= 0:
@@ -218,6 +222,10 @@ class Engine:
                 begun[b] = _Begun(token, margin, self._kept([token], self.request.max_new_tokens)[1])
         return cache, [begun[b] for b in range(len(prompts))]
 
+    def _anchor_position(self, number: int, remaining: int) -> int:
+        """Where the last token stands that was emitted for this prompt, while so many are still wanted."""
+        return len(self.request.prompts[number]) + self.request.max_new_tokens - remaining - 1
+
     def _kept(self, tokens: list[int], remaining: int) -> tuple[list[int], int]:
         """What of a round's tokens is wanted, and how many more are then: none behind a stop token."""
         tokens = tokens[:remaining]
@@ -235,6 +243,14 @@ def _record(outputs: rounds.RoundOutput, i: int, b: int) -> RoundRecord:
     confidence = None if skipped == "margin" else tuple(float(c) for c in outputs.confidence[i, b])
     return RoundRecord(int(outputs.proposed[i, b]), int(outputs.verified[i, b]), int(outputs.accepted[i, b]), confidence,
                        float(outputs.margin[i, b]), skipped)
+
+
+def _refuse_damaged_drafts(record: RoundRecord | None, prompt: int, position: int) -> None:
+    """A drafter that is not finite proposes what is never accepted: slow for ever, without a word, as the tokens stay right."""
+    if record is not None and record.confidence is not None and not np.isfinite(record.confidence).all():
+        raise NumericsError(f"prompt {prompt}: the drafts of the round at position {position} are not finite (NaN or infinity); the main "
+                            "model's logits are: a tensor under mtp.* (the drafter) is damaged; check the checkpoint with `dspark "
+                            "inspect`, or decode without the drafter, mode='plain'")
 
 
 def as_data(number) -> np.ndarray:

@@ -41,6 +41,7 @@ PRIOR_WEIGHT = 2.0
 PRIOR_RATE = 0.75
 
 ENV_PREFIX = "DEEPSEEK_DSPARK_GATE"
+FLOAT32_TINY, FLOAT32_MAX = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 @functools.partial(
@@ -92,8 +93,8 @@ class GateState(NamedTuple):
     matches: jax.Array  # f32 [B, 6]: drafts of the bucket that matched, each round counting decay times the next, >= 0
     observed: jax.Array  # f32 [B, 6]: drafts of the bucket whose fate was seen, decayed alike, >= matches
     rounds: jax.Array  # i32 [B]: rounds so far, skipped ones included
-    truncated: jax.Array  # i32 [B]: rounds that verified some but not all drafts, 0 < n < K
-    skipped: jax.Array  # i32 [B]: rounds that verified nothing, for either reason
+    truncated: jax.Array  # i32 [B]: rounds for which the gate chose some but not all drafts, 0 < n < K
+    skipped: jax.Array  # i32 [B]: rounds for which it chose none, for either reason
     margin_skipped: jax.Array  # i32 [B]: of those, rounds skipped before the draft by the logit margin
 
 
@@ -137,18 +138,21 @@ def _choose(config, state, confidence):
     return jnp.where(config.enabled, jnp.minimum(n, block), block).astype(jnp.int32)
 
 
-def observe(config: GateConfig, state: GateState, confidence, accepted, verified) -> GateState:
+def observe(config: GateConfig, state: GateState, confidence, accepted, verified, chosen=None) -> GateState:
     """Learns from one round and counts it: confidence f32 [B, K], accepted i32 [B], verified i32 [B].
 
     A stream with verified n > 0 first decays all its buckets, then adds the drafts 0..min(accepted, n-1): what lies behind the
-    first rejection is censored, neither a match nor a miss. A stream with verified 0 observes, decays and counts nothing.
+    first rejection is censored, neither a match nor a miss. A stream with verified 0 observes and decays nothing.
+    chosen i32 [B]: what `choose` said, where the end of the cache had room for fewer; None: as verified. It decides what is
+    counted: a round that the cache cut short is not one that the gate truncated. A stream with chosen 0 counts nothing.
     """
     as_count = functools.partial(jnp.asarray, dtype=jnp.int32)
-    return _observe(config, state, jnp.asarray(confidence, jnp.float32), as_count(accepted), as_count(verified))
+    chosen = verified if chosen is None else chosen
+    return _observe(config, state, jnp.asarray(confidence, jnp.float32), as_count(accepted), as_count(verified), as_count(chosen))
 
 
 @jax.jit
-def _observe(config, state, confidence, accepted, verified):
+def _observe(config, state, confidence, accepted, verified, chosen):
     block = confidence.shape[-1]
     draft = jnp.arange(block)
     active = verified > 0
@@ -164,8 +168,8 @@ def _observe(config, state, confidence, accepted, verified):
     return state._replace(
         matches=learn(state.matches, hit),
         observed=learn(state.observed, seen),
-        rounds=state.rounds + active,
-        truncated=state.truncated + (active & (verified < block)),
+        rounds=state.rounds + (chosen > 0),
+        truncated=state.truncated + ((chosen > 0) & (chosen < block)),
     )
 
 
@@ -209,8 +213,12 @@ def validate(config: GateConfig, block_size: int) -> None:
         if problem:
             raise ConfigError(f"gate {field.name}: {problem}")
     _refuse_long_min_draft(config, block_size)
-    if not config.draft_ms + config.verify_base_ms + config.verify_slope_ms > 0:
+    cheapest, dearest = (config.draft_ms + config.verify_base_ms + config.verify_slope_ms * n for n in (1, block_size))
+    if not cheapest >= FLOAT32_TINY:
         raise ConfigError("gate draft_ms, verify_base_ms and verify_slope_ms are all 0: a verified draft must cost something")
+    if not dearest <= FLOAT32_MAX:
+        raise ConfigError(f"gate draft_ms, verify_base_ms and verify_slope_ms: a block of {block_size} drafts would cost {dearest:g} ms, "
+                          "which float32 cannot hold; use smaller numbers")
 
 
 def _bucket(score):
@@ -244,14 +252,24 @@ def _variable(name):
     return ENV_PREFIX if name == "enabled" else f"{ENV_PREFIX}_{name.upper()}"
 
 
+def is_finite(value) -> bool:
+    """Whether a number is finite as a float; an integer may be too large for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _as_field_type(name, value):
     """A Python or NumPy number as the Python type of its field where that loses nothing; anything else as it is."""
     if isinstance(value, np.generic):
         value = value.item()
-    if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+    if not isinstance(value, (bool, int, float)) or not is_finite(value):
         return value
     if name == "enabled":
         return bool(value) if value in (0, 1) else value
+    if isinstance(value, bool):
+        return value
     if name == "min_draft":
         return int(value) if value == math.floor(value) else value
     return float(value)
@@ -273,19 +291,25 @@ def _problem(name, value):
     """Why `value` cannot be that field's, or None."""
     if name == "enabled":
         return None if isinstance(value, (bool, np.bool_)) else f"{value!r} is neither on nor off; use 1 or 0"
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
+    if not _is_number(value):
         return f"{value!r} is not a number"
-    if not math.isfinite(number):
-        return f"{value!r} is not a finite number"
+    number = float(value) if is_finite(value) else math.inf
+    if not abs(number) <= FLOAT32_MAX:
+        return f"{value!r} is not a finite number of float32"
     if name == "min_draft":
         return None if number >= 0 and number.is_integer() else f"{value!r} must be a whole number, 0 or more"
     if name == "decay":
         return None if 0 <= number <= 1 else f"{value!r} must lie in 0..1"
     if name in ("margin", "plain_ms"):
-        return None if number > 0 else f"{value!r} must be more than 0"
+        return None if number >= FLOAT32_TINY else f"{value!r} must be more than 0" + (", in float32" if number > 0 else "")
     return None if number >= 0 else f"{value!r} must be 0 or more"
+
+
+def _is_number(value):
+    """A Python number or an array of one."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _refuse_long_min_draft(config, block_size):

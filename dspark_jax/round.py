@@ -123,16 +123,20 @@ def verify_sequentially(module: DSpark, limits: Limits, state: RoundState, draft
 
 
 def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify, state: RoundState):
-    """One round of `verify`: (state, RoundOutput, Verdict). Near the end of the cache only drafts that it has room for are verified."""
+    """One round of `verify`: (state, RoundOutput, Verdict).
+
+    Near the end of the cache only drafts that it has room for are verified; the gate's counters tell what the gate chose.
+    """
     active = ~state.done
     by_margin = active & gate.margin_skip(config, state.margin)
     drafts, confidence = _draft_unless(module, state, jnp.all(by_margin | state.done))
     block = drafts.shape[1]
     room = jnp.maximum(limits.max_seq_len - 1 - state.cache.position, 0)
-    n = jnp.where(active & ~by_margin, jnp.minimum(gate.choose(config, state.gate, confidence), room), 0)
+    chosen = jnp.where(active & ~by_margin, gate.choose(config, state.gate, confidence), 0)
+    n = jnp.minimum(chosen, room)
     verdict = verify(module, limits, state, drafts, n)
-    learned = gate.observe(config, state.gate, confidence, verdict.accepted, n)
-    learned = gate.note_skipped(learned, active & (n == 0), by_margin)
+    learned = gate.observe(config, state.gate, confidence, verdict.accepted, n, chosen)
+    learned = gate.note_skipped(learned, active & (chosen == 0), by_margin)
     output = RoundOutput(
         tokens=verdict.tokens,
         emitted=jnp.where(active, verdict.accepted + 1, 0),
@@ -141,7 +145,7 @@ def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify,
         accepted=verdict.accepted,
         confidence=confidence,
         margin=state.margin,
-        skipped=jnp.where(by_margin, MARGIN_SKIP, jnp.where(active & (n == 0), GATE_SKIP, NOT_SKIPPED)),
+        skipped=jnp.where(by_margin, MARGIN_SKIP, jnp.where(active & (chosen == 0), GATE_SKIP, NOT_SKIPPED)),
     )
     return state.replace(gate=learned), output, verdict
 

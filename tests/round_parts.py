@@ -5,6 +5,7 @@ Everything that differs from test to test is data of one module structure, so th
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,15 @@ def with_nan_tokens(model, ids):
         return model
     module = _copy(model.module)
     module.main.embed[...] = module.main.embed[...].at[jnp.asarray(ids)].set(jnp.nan)
+    return dataclasses.replace(model, module=module)
+
+
+def with_nan_drafter(model, path):
+    """A copy whose drafter has a NaN parameter: its path below the drafter, such as norm.weight."""
+    module = _copy(model.module)
+    drafter = module.drafter.own if isinstance(module.drafter, ScriptedDrafter) else module.drafter
+    variable = functools.reduce(lambda at, part: at[int(part)] if part.isdigit() else getattr(at, part), path.split("."), drafter)
+    variable[...] = jnp.full_like(variable[...], jnp.nan)
     return dataclasses.replace(model, module=module)
 
 

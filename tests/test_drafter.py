@@ -1,6 +1,7 @@
 """The drafter: head parity with planted mistakes, what a draft depends on, every loaded tensor used (float mode)."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from dspark_jax.loading import DSpark
 from dspark_jax.parameters import RandomSource, ShapeSource
 from dspark_jax.segments import LayerKind
 from golden_parts import draft_case, draft_from_hidden, draft_parts, run, run_changed, with_values
-from support import GOLDENS, max_error
+from support import GOLDENS, MAX_SEQ_LEN, max_error
 
 LOGITS, VALUES = 1e-4, 2e-5  # absolute, as in test_goldens_float.py
 NOTICED = 100  # a mistake deviates by at least so many tolerances
@@ -79,6 +80,33 @@ def test_confidence_head(expected_float, heads, case):
                 "sigmoid": 1 / (1 + np.exp(-confidence(y, previous)))}
     for mistake, values in mistakes.items():
         assert max_error(values, expected) > NOTICED * VALUES, mistake
+
+
+def test_confidences_are_summed_in_float32():
+    """In a bfloat16 model, too: products of bfloat16 numbers, exact in float32, against their sum in float64."""
+    drafter = dspark.load(GOLDENS, max_seq_len=MAX_SEQ_LEN, dtype="bfloat16").module.drafter
+    rng = np.random.default_rng(0)
+    y, previous = jnp.asarray(rng.normal(0, 3, (2, K, CONFIG.hidden_size)), jnp.bfloat16), rng.integers(0, 256, (2, K))
+    actual = drafter.confidences(y, jnp.asarray(previous))
+    w1, weight = (np.asarray(parameter[...]).astype(np.float64) for parameter in (drafter.markov_w1, drafter.confidence))
+    products = np.concatenate([np.asarray(y, np.float64), w1[previous]], axis=-1) * weight[0]
+    assert actual.dtype == jnp.float32
+    assert np.all(np.abs(actual - products.sum(-1)) < 1e-6 * np.abs(products).sum(-1))
+
+
+def test_the_confidence_of_a_draft_that_is_not_finite_is_nan(golden_float, expected_float):
+    """Also where the damage lies behind the confidence head's input: in the norm of the logits, or in the Markov head of one token."""
+    base, _ = draft_of(golden_float, expected_float)
+    assert np.isfinite(base.confidence).all()
+
+    def damaged(a):
+        a[base.tokens[2]] = np.nan
+        return a
+
+    draft, _ = draft_of(golden_float, expected_float, change={"drafter.markov_w1": damaged})
+    assert np.isnan(draft.confidence).tolist() == [False, False, False, True, False]
+    draft, _ = draft_of(golden_float, expected_float, change={"drafter.norm.weight": lambda a: np.full_like(a, np.nan)})
+    assert np.isnan(draft.confidence).all()
 
 
 def mean_of_streams(a):
@@ -211,9 +239,9 @@ def test_fewer_drafts_are_the_leading_ones(golden_float, played_float, expected_
             assert np.array_equal(getattr(fewer, name), getattr(whole, name)[:, :count])
 
 
-@pytest.mark.parametrize("count", [K + 1, 0, -1])
+@pytest.mark.parametrize("count", [K + 1, 0, -1, 2.5])
 def test_more_drafts_than_the_block_are_refused(golden_float, played_float, count):
-    with pytest.raises(dspark.ConfigError, match=f"count: {count} drafts asked for, dspark_block_size is {K}"):
+    with pytest.raises(dspark.ConfigError, match=re.escape(f"count: {count} drafts asked for, dspark_block_size is {K}")):
         dspark.draft(golden_float, played_float[1].caches[0], [1], count=count)
 
 

@@ -186,6 +186,16 @@ def test_what_lies_behind_the_first_rejection_is_censored():
             assert (int(state.rounds[0]), int(state.truncated[0])) == (1, int(verified < 6))
 
 
+def test_what_the_cache_cut_short_is_learned_from_and_not_counted_as_truncated():
+    """The gate chose all of them; the end of the cache had room for two, then for none."""
+    state = gate.observe(ON, gate.init(ON, 1), jnp.zeros((1, 5)), [2], [2], chosen=[5])
+    assert state.observed[0].tolist() == state.matches[0].tolist() == [0, 2, 0, 0, 0, 0]
+    after = gate.observe(ON, state, jnp.zeros((1, 5)), [0], [0], chosen=[5])
+    assert after.observed.tolist() == state.observed.tolist() and after.matches.tolist() == state.matches.tolist()
+    assert (after.rounds.tolist(), after.truncated.tolist(), after.skipped.tolist()) == ([2], [0], [0])
+    assert gate.observe(ON, state, jnp.zeros((1, 5)), [1], [1], chosen=[4]).truncated.tolist() == [1]
+
+
 def test_decay_comes_before_what_is_added_and_touches_all_buckets():
     state = gate.observe(dataclasses.replace(ON, decay=0.5), state_with([4] * 6, [8] * 6), [[-9.0, -9.0]], [1], [2])
     assert state.matches[0].tolist() == [3, 2, 2, 2, 2, 2]
@@ -296,7 +306,7 @@ def test_a_bad_variable_is_refused_by_name(suffix, text):
 
 
 @pytest.mark.parametrize(
-    "name, text", [("", "2"), ("_DECAY", "1.5"), ("_MIN_DRAFT", "2.5"), ("_MARGIN", "0"), ("_PLAIN_MS", "0")]
+    "name, text", [("", "2"), ("_DECAY", "1.5"), ("_MIN_DRAFT", "2.5"), ("_MARGIN", "0"), ("_PLAIN_MS", "0"), ("_DRAFT_MS", "1e39")]
 )
 def test_a_variable_out_of_range_is_refused_by_name(name, text):
     with pytest.raises(ConfigError, match=f"DEEPSEEK_DSPARK_GATE{name}: "):
@@ -319,6 +329,14 @@ def test_an_unknown_variable_is_refused_by_name():
         ({"min_draft": 6}, "min_draft: 6 exceeds the draft block of 5"),
         ({"min_draft": 1.5}, "min_draft: 1.5 must be a whole number"),
         ({"draft_ms": None}, "draft_ms: None"),
+        ({"draft_ms": "196"}, "draft_ms: '196' is not a number"),
+        ({"min_draft": "2"}, "min_draft: '2' is not a number"),
+        ({"decay": True}, "decay: True is not a number"),
+        ({"plain_ms": [303]}, r"plain_ms: \[303\] is not a number"),
+        ({"draft_ms": 1e39}, r"draft_ms: 1e\+39 is not a finite number of float32"),
+        ({"draft_ms": 10**400}, "draft_ms: 1000.* is not a finite number of float32"),
+        ({"margin": 1e-46}, "margin: 1e-46 must be more than 0, in float32"),
+        ({"verify_slope_ms": 1e38}, "draft_ms, verify_base_ms and verify_slope_ms: a block of 5 drafts would cost 5e\\+38 ms"),
         ({"draft_ms": 0, "verify_base_ms": 0, "verify_slope_ms": 0}, "must cost something"),
     ],
 )
@@ -330,6 +348,7 @@ def test_validate_refuses_by_field(change, message):
 def test_validate_accepts_what_fits():
     gate.validate(gate.GateConfig(), block_size=1)
     gate.validate(dataclasses.replace(ON, min_draft=5), block_size=5)
+    gate.validate(dataclasses.replace(ON, draft_ms=np.float32(3), plain_ms=jnp.float32(2), min_draft=np.int64(1)), block_size=5)
 
 
 def test_choose_refuses_a_min_draft_longer_than_the_block():

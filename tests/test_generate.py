@@ -7,12 +7,14 @@ import dataclasses
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import dspark_jax as dspark
 from dspark_jax import engine as engines
-from round_parts import BLOCK, OWN, byte_tokenizer, compilations, hostile, perfect, scripted, wrong
+from round_parts import BLOCK, OWN, byte_tokenizer, compilations, hostile, perfect, scripted, with_nan_drafter, wrong
 from support import MAX_SEQ_LEN
 
 generate_module = importlib.import_module("dspark_jax.generate")  # the package's attribute of that name is the function
@@ -174,6 +176,19 @@ def test_rounds_at_the_end_of_the_cache_verify_what_fits(model, prompts, plain):
         # Anchors at 100, 106, ... 124; the row at 127 is the last there is.
         assert [(r.verified, r.accepted) for r in rounds[:4]] == [(5, 5)] * 4
         assert rounds[4].verified == 3 and rounds[4].accepted >= 2 and len(rounds) == 5
+
+
+@pytest.mark.parametrize("mode", SPECULATIVE)
+@pytest.mark.parametrize("gate", [dspark.GateConfig(), dspark.GateConfig(enabled=True, plain_ms=1e6, min_draft=BLOCK)], ids=["off", "on"])
+def test_the_end_of_the_cache_is_not_the_gates_doing(model, prompts, plain, mode, gate):
+    """The cache has room for fewer and fewer drafts; the gate wanted all of them."""
+    prompt = (prompts[2] + plain[2])[:100]
+    tokens, _ = continuation(model, prompt, 28, "plain")
+    out = dspark.generate(hostile(model, prompt, tokens), prompt, 28, mode, gate, stop_token_ids=[])
+    assert [r.verified for r in out.rounds[0]] == [BLOCK] * 22 + [5, 4, 3, 2, 1] and out.tokens == [tokens]
+    counters = out.stats["gate"]
+    assert (counters["rounds"], counters["truncated"], counters["skipped"]) == (27, 0, 0)
+    assert kinds(out.rounds[0]) == [""] * 27
 
 
 @pytest.mark.parametrize("mode", SPECULATIVE)
@@ -341,6 +356,46 @@ def test_nan_behind_a_rejected_draft_does_no_harm(model, prompts, plain, mode):
     assert continuation(oracle, prompts[0], 40, mode, stop_token_ids=[plain[0][9]])[0] == plain[0][:10]
     with pytest.raises(dspark.NumericsError):
         continuation(oracle, prompts[0], 11, mode)
+
+
+def float_parameters(drafter):
+    """Their paths."""
+    return [".".join(map(str, path)) for path, variable in nnx.to_flat_state(nnx.state(drafter))
+            if jnp.issubdtype(variable[...].dtype, jnp.floating)]
+
+
+def test_every_nan_tensor_of_the_drafter_is_an_error(model, prompts, plain):
+    """The tokens would stay right, and every draft be rejected without a word. Plain decoding needs no drafter."""
+    paths = float_parameters(model.module.drafter.own)
+    assert len(paths) > 15
+    silent = []
+    for path in paths:
+        damaged, tokens = with_nan_drafter(model, path), []
+        try:
+            for event in dspark.stream(damaged, prompts[0], 4, stop_token_ids=[]):
+                tokens += event.tokens
+            silent.append(path)
+        except dspark.NumericsError as error:
+            assert f"the drafts of the round at position {len(prompts[0])} are not finite" in str(error) and "mtp.*" in str(error)
+            assert tokens == plain[0][:1]
+    assert not silent
+    assert continuation(damaged, prompts[0], 4, "plain")[0] == plain[0][:4]
+
+
+@pytest.mark.parametrize("mode", SPECULATIVE)
+@pytest.mark.parametrize("score", [np.inf, -np.inf])
+def test_a_drafter_that_fails_later_keeps_the_tokens_before(model, prompts, plain, mode, score):
+    """The third round of accepted blocks; the position is that of its anchor."""
+    anchor = len(prompts[0]) + 2 * (BLOCK + 1)
+    confidence = np.zeros(anchor + 2)
+    confidence[anchor + 1] = score
+    damaged, tokens = scripted(model, [*prompts[0], *plain[0]], confidence), []
+    with pytest.raises(dspark.NumericsError, match=f"prompt 0: the drafts of the round at position {anchor} are not finite"):
+        for event in dspark.stream(damaged, prompts[0], 40, mode, stop_token_ids=[]):
+            tokens += event.tokens
+    assert tokens == plain[0][:1 + 2 * (BLOCK + 1)]
+    skipping = dspark.GateConfig(enabled=True, margin_threshold=1e6)
+    assert continuation(damaged, prompts[0], 40, mode, gate=skipping)[0] == plain[0][:40], "nothing is drafted, nothing is damaged"
 
 
 @pytest.mark.parametrize("calls", [0, 1])

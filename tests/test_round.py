@@ -107,6 +107,26 @@ def test_committed_logits_are_those_of_plain_decoding(mode, drafter, gate, start
     assert len(lengths) > 2
 
 
+def gap(logits):
+    """top1 - top2, by sorting."""
+    second, best = np.sort(logits, axis=-1)[..., -2:].T
+    return best - second
+
+
+@pytest.mark.parametrize("mode", ["sequential", "block"])
+def test_a_round_begins_with_the_margin_of_its_anchor(mode, half, start, plain):
+    """Bit for bit that of the plain logits at the row that chose the anchor, whatever row of the round before it was."""
+    state, seen, rows = start, np.zeros(2, int), set()
+    while not np.any(state.done):
+        state, output, _ = step(half, mode, state)
+        for b in range(2):
+            chosen_by = plain[1][b, seen[b] - 1] if seen[b] else None
+            assert same_bits(output.margin[b], start.margin[b] if chosen_by is None else gap(chosen_by))
+        rows |= set(output.accepted.tolist())
+        seen += output.emitted
+    assert rows >= {0, 1, 2}
+
+
 @pytest.mark.parametrize("mode", ["sequential", "block"])
 def test_committed_state_is_that_of_plain_decoding(mode, half, start, plain):
     """Also the drafter's rings, which plain decoding leaves alone, are equal in both modes."""
@@ -207,10 +227,11 @@ def test_the_end_of_a_stream(model, oracle, start, plain, mode):
 @pytest.mark.parametrize("mode", ["sequential", "block"])
 def test_no_row_beyond_the_end_of_the_cache(model, start, mode):
     """As many drafts as fit are verified and counted. (The keys behind such a position are not those of its tokens; they need not be.)"""
-    for room in range(2, BLOCK + 3):
+    for room in range(1, BLOCK + 3):
         position = model.limits.max_seq_len - np.array([room, 50])
         state, output, _ = step(model, mode, start.replace(cache=start.cache.replace(position=position.astype(np.int32))))
         assert output.verified.tolist() == [min(room - 1, BLOCK), BLOCK]
+        assert state.gate.truncated.tolist() == state.gate.skipped.tolist() == [0, 0] and state.gate.rounds.tolist() == [1, 1]
         assert state.cache.position.tolist() == (position + output.accepted + 1).tolist()
         assert state.cache.position[0] <= model.limits.max_seq_len
 
