@@ -7,6 +7,7 @@ import json
 import statistics
 
 from dspark_jax.gate import GateConfig
+from dspark_jax.generate_command import asked_gate
 from dspark_jax.round import MODES
 
 ONE_ROW = "plain, 1 row"
@@ -28,7 +29,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to emit per run (default %(default)s)")
     add("--max-seq-len", type=int, default=1024, metavar="N", help="most tokens of prompt and output together (default %(default)s)")
     add("--repeats", type=int, default=5, metavar="N", help="repetitions; the median counts (default %(default)s)")
-    add("--gate", action="store_true", help="with the gate; numbers from the DEEPSEEK_DSPARK_GATE_* variables")
+    add("--gate", action="store_true", help="with the gate, as DEEPSEEK_DSPARK_GATE=1 asks for too; numbers from the "
+        "DEEPSEEK_DSPARK_GATE_* variables")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
     return parser
@@ -38,9 +40,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     import dspark_jax as dspark
     model = dspark.load(args.checkpoint, max_seq_len=args.max_seq_len)
-    gate = dataclasses.replace(GateConfig.from_env(), enabled=args.gate)
-    results = measure(model, args.max_new_tokens, max(1, args.repeats), gate)
-    print(json.dumps(results, indent=1) if args.json else _table(results))
+    results = measure(model, args.max_new_tokens, max(1, args.repeats), asked_gate(args))
+    print(json.dumps(results, indent=1, allow_nan=False) if args.json else _table(results))
     return 0 if all(row["same_tokens"] for row in results.values()) else 1
 
 

@@ -24,12 +24,8 @@ def measure(model: Model, prompt: list[int]) -> dict[str, float]:
     A round is timed as a whole and its draft alone; verify is the difference. A prompt that leaves too little room for the rounds is
     cut. Raises ConfigError where not even two rounds fit.
     """
-    rows, room = model.config.dspark_block_size + 1, model.limits.max_seq_len - 1
-    repeats = min(_REPEATS, (room - 1) // rows - 1)  # one more round comes before the timed ones
-    if repeats < 1:
-        raise ConfigError(f"max_seq_len {model.limits.max_seq_len} has no room to measure two rounds of {rows} tokens; "
-                          "load with a larger one")
-    prompt = prompt[:room - rows * (repeats + 1)]
+    repeats = check_room(model)
+    prompt = prompt[:model.limits.max_seq_len - 1 - (model.config.dspark_block_size + 1) * (repeats + 1)]
     _, _, cache = api.prefill(model, prompt)
     token = np.array(prompt[-1:], np.int32)
     draft = _median_ms(lambda: jax.block_until_ready(api.draft(model, cache, token)), _REPEATS)
@@ -37,9 +33,19 @@ def measure(model: Model, prompt: list[int]) -> dict[str, float]:
     return {"draft_ms": draft, "verify_ms": max(block - draft, 0.0), "plain_ms": plain}
 
 
+def check_room(model: Model) -> int:
+    """How many rounds are timed; one more comes before them. Raises ConfigError where not even two rounds fit."""
+    rows = model.config.dspark_block_size + 1
+    repeats = min(_REPEATS, (model.limits.max_seq_len - 2) // rows - 1)
+    if repeats < 1:
+        raise ConfigError(f"max_seq_len {model.limits.max_seq_len} has no room to measure two rounds of {rows} tokens; "
+                          "load with a larger one")
+    return repeats
+
+
 def _step_ms(model: Model, prompt: list[int], mode: str, repeats: int) -> float:
     """One call of one round, whatever it emits."""
-    most = model.limits.max_seq_len - len(prompt)
+    most = 1 + (repeats + 1) * (model.config.dspark_block_size + 1)  # as many as these rounds may emit
     request = make_request(model, prompt, most, mode, GateConfig(), 0.0, 0, 1.0, [])
     emissions = Engine(model, request).stream([0], 1)
     next(emissions)

@@ -5,15 +5,18 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import re
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
+from dspark_jax import costs
 from dspark_jax.distributed import add_options, command_mesh, run_command, wanted
 from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.gate import GateConfig
+from dspark_jax.request import check_text
 from dspark_jax.round import MODES
 
 
@@ -28,7 +31,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to emit (default %(default)s)")
     add("--max-seq-len", type=int, default=4096, metavar="N", help="most tokens of prompt and output together (default %(default)s)")
     add("--mode", choices=MODES, default="block", help="how drafts are verified (default %(default)s)")
-    add("--gate", action="store_true", help="choose the draft length adaptively; numbers from the DEEPSEEK_DSPARK_GATE_* variables")
+    add("--gate", action="store_true", help="choose the draft length adaptively, as DEEPSEEK_DSPARK_GATE=1 asks for too; numbers from "
+        "the DEEPSEEK_DSPARK_GATE_* variables")
     add("--stop", action="append", metavar="TOKEN", help="token that ends the output, as an id or as the token's text; may be given "
         "several times (default: the config's eos_token_id)")
     add("--temperature", type=float, default=0.0, help="only 0, greedy, so far (default %(default)s)")
@@ -47,18 +51,15 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
-    if args.record and wanted(args):
+    if args.record is not None and wanted(args):
         raise ConfigError("--record measures what one process costs; leave --coordinator out")
     return run_command(args, _run)
 
 
 def _run(args: argparse.Namespace, speaks: bool) -> int:
-    gate = GateConfig.from_env()
-    gate = dataclasses.replace(gate, enabled=True) if args.gate else gate
-    if args.record and (gate.enabled or args.mode == "plain"):
-        raise ConfigError("--record needs a speculative mode with the gate off, so that every round verifies the whole block")
-    if args.record and not Path(args.record).parent.is_dir():
-        raise ConfigError(f"--record {args.record}: {Path(args.record).parent} is not a directory")
+    gate = asked_gate(args)
+    if args.record is not None:
+        _check_recording(args, gate)
     prompt = _read_prompt(args)
     import dspark_jax as dspark
     model = dspark.load(args.checkpoint, command_mesh(args.mesh), max_seq_len=args.max_seq_len, dtype=args.dtype,
@@ -66,14 +67,36 @@ def _run(args: argparse.Namespace, speaks: bool) -> int:
     options = dict(max_new_tokens=args.max_new_tokens, mode=args.mode, gate=gate, temperature=args.temperature, top_p=args.top_p,
                    seed=args.seed, stop_token_ids=_stop_ids(model, args.stop))
     session = _Session(model, prompt, options, show=speaks and not args.json)
+    if args.record is not None:
+        costs.check_room(model)
     session.run()
     if not speaks:
         return 130 if session.interrupted else 0
     result = session.result()
-    print(json.dumps(result, indent=1)) if args.json else print("\n" + summary(result), file=sys.stderr)
-    if args.record:
+    print(json.dumps(result, indent=1, allow_nan=False)) if args.json else print("\n" + summary(result), file=sys.stderr)
+    if args.record is not None:
         _record(model, session, args.record)
     return 130 if session.interrupted else 0
+
+
+def asked_gate(args: argparse.Namespace) -> GateConfig:
+    """The gate of the environment, switched on by --gate."""
+    gate = GateConfig.from_env()
+    return dataclasses.replace(gate, enabled=True) if args.gate else gate
+
+
+def _check_recording(args: argparse.Namespace, gate: GateConfig) -> None:
+    """Refuses before the run what would lose its recording after it."""
+    if gate.enabled or args.mode == "plain":
+        raise ConfigError("--record needs a speculative mode with the gate off, so that every round verifies the whole block")
+    path = Path(args.record)
+    if not path.parent.is_dir():
+        raise ConfigError(f"--record {path}: {path.parent} is not a directory")
+    if path.is_dir():
+        raise ConfigError(f"--record {path}: this is a directory; name a file in it")
+    if args.max_new_tokens == 1:
+        raise ConfigError("--record with --max-new-tokens 1: the first token comes from the prompt alone, so there is no round to record; "
+                          "ask for more tokens")
 
 
 class _Session:
@@ -152,7 +175,10 @@ def _read_prompt(args: argparse.Namespace) -> str:
         return args.prompt
     if sys.stdin is None or sys.stdin.isatty():
         raise PromptError("no prompt: give it as an argument or on standard input")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not valid {error.encoding}: {error.reason} at byte {error.start}; give text in UTF-8") from None
 
 
 def _stop_ids(model, stops: list[str] | None) -> list[int] | None:
@@ -160,8 +186,9 @@ def _stop_ids(model, stops: list[str] | None) -> list[int] | None:
 
 
 def _stop_id(model, stop: str) -> int:
-    if stop.lstrip("-").isdecimal():
+    if re.fullmatch("-?[0-9]{1,18}", stop):
         return int(stop)
+    check_text(stop, f"--stop {stop!r}")
     token = model.tokenizer.token_to_id(stop) if model.tokenizer else None
     if token is None:  # the vocabulary may spell it otherwise than the text: a blank or a line break in a byte-level one
         ids = model.tokenizer.encode(stop, add_special_tokens=False).ids if model.tokenizer else []
@@ -172,8 +199,7 @@ def _stop_id(model, stop: str) -> int:
 
 
 def _record(model, session: _Session, path: str) -> None:
-    from dspark_jax.costs import measure
     from dspark_jax.replay import RoundsRecorder
     recorder = RoundsRecorder(model.config.dspark_block_size, "dspark generate", "times are medians measured after the run")
-    recorder.add("prompt", session.finished.records, **measure(model, list(session.request.prompts[0])))
+    recorder.add("prompt", session.finished.records, **costs.measure(model, list(session.request.prompts[0])))
     recorder.write(path)

@@ -20,7 +20,6 @@ Rounds file (JSON; times in ms; `draft_ms`, `verify_ms`, `plain_ms` each in all 
 
 import dataclasses
 import json
-import math
 import os
 import statistics
 from pathlib import Path
@@ -40,15 +39,22 @@ def replay(source, config: gate.GateConfig | None = None) -> dict:
     """Replays a rounds file (path) or its parsed content (dict) under `config`, by default that of the environment.
 
     The gate is taken as enabled; draft and plain costs are the medians of all recorded rounds where the file has them, else the
-    config's; verify(n) = verify_base_ms + verify_slope_ms * n of the config.
+    config's; verify(n) = verify_base_ms + verify_slope_ms * n of the config. Without a config, where no variable says what a verify
+    costs either, and the defaults are far from the full verifies of the file: their median, whatever n is, since a verify of this
+    library computes all K+1 rows.
 
     Returns a dict: for each of `ACCOUNTINGS` {prompt: tokens per second, ..., "overall": round-weighted}; `rounds` and `chosen`
-    {prompt: count, [n, ...]}; `costs` in ms; `recorded_verify_ms`, the median or None; `source`, `block_size`.
+    {prompt: count, [n, ...]}; `costs` in ms; `verify_costs_from`, "config" or "recording"; `recorded_verify_ms`, the median or None;
+    `source`, `block_size`.
     Raises ConfigError for a file that is missing, malformed or recorded with the gate on.
     """
     recording = check(source) if isinstance(source, dict) else load(source)
     block, prompts = recording["block_size"], recording["prompts"]
+    recorded, adapts = _median(prompts, "verify_ms", None), config is None and not _says_what_a_verify_costs(os.environ)
     config = gate.GateConfig.from_env() if config is None else config
+    adapts = adapts and _far_from(recorded, config.verify_base_ms + config.verify_slope_ms * block)
+    if adapts:
+        config = dataclasses.replace(config, verify_base_ms=recorded, verify_slope_ms=0)
     config = dataclasses.replace(
         config,
         enabled=True,
@@ -62,10 +68,20 @@ def replay(source, config: gate.GateConfig | None = None) -> dict:
         "source": recording.get("source", ""),
         "block_size": block,
         "costs": {name: getattr(config, name) for name in ("draft_ms", "verify_base_ms", "verify_slope_ms", "plain_ms")},
-        "recorded_verify_ms": _median(prompts, "verify_ms", None),
+        "verify_costs_from": "recording" if adapts else "config",
+        "recorded_verify_ms": recorded,
         "rounds": {name: len(rounds) for name, rounds in prompts.items()},
         "chosen": chosen,
     } | {accounting: _rates(prompts, ms, accounting) for accounting in ACCOUNTINGS}
+
+
+def _says_what_a_verify_costs(environ):
+    return any(f"{gate.ENV_PREFIX}_{field}" in environ for field in ("VERIFY_BASE_MS", "VERIFY_SLOPE_MS"))
+
+
+def _far_from(recorded, assumed):
+    """Whether an assumed cost of a full verify is not that of the recorded ones: the defaults describe one machine and model."""
+    return recorded is not None and abs(assumed - recorded) > 0.25 * recorded
 
 
 def _choices(config, rounds):
@@ -134,7 +150,7 @@ def render(result: dict) -> str:
         "charged:   it is charged draft_ms + plain_ms, since its draft was already paid for",
         "overall:   ms per token, averaged with the rounds as weights",
     ]
-    return "\n".join(lines + _verify_warning(result))
+    return "\n".join(lines + _verify_note(result))
 
 
 def _skipped(result):
@@ -142,11 +158,17 @@ def _skipped(result):
     return [*counts, sum(counts)]
 
 
-def _verify_warning(result):
-    """A line where the config's verify cost is far from the recorded one: its defaults describe one machine and model."""
+def _verify_note(result):
+    """A line where the costs of a verify are the recording's, or another one than the config's is recorded."""
     recorded, costs = result["recorded_verify_ms"], result["costs"]
     assumed = costs["verify_base_ms"] + costs["verify_slope_ms"] * result["block_size"]
-    if recorded is None or abs(assumed - recorded) <= 0.25 * recorded:
+    if result["verify_costs_from"] == "recording":
+        return [
+            "",
+            f"note: a verify is charged {recorded:g} ms whatever n is, the median of the recorded full verifies: the defaults are far "
+            "from them; --verify-base-ms and --verify-slope-ms say otherwise",
+        ]
+    if not _far_from(recorded, assumed):
         return []
     return [
         "",
@@ -207,7 +229,8 @@ def _is_int(value):
 
 
 def _is_finite(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A number in JSON may be an integer that no float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and gate.is_finite(value)
 
 
 class RoundsRecorder:
@@ -220,14 +243,13 @@ class RoundsRecorder:
         """Adds the RoundRecords of one prompt; a repeated prompt name is continued.
 
         Each time is a number (a mean, written into every round), a sequence with one entry per record, or None (not measured: the
-        key is left out). A last round that the end of the output or of the cache cut short is left out: it does not say what
-        became of the drafts it did not verify. Raises ConfigError for any other round that did not verify the whole block.
+        key is left out). The last rounds, if the end of the cache cut them short, are left out: they do not say what became of the
+        drafts they did not verify. Raises ConfigError for any other round that did not verify the whole block.
         """
         records = list(records)
         columns = {key: _column(key, value, records) for key, value in zip(TIMES, (draft_ms, verify_ms, plain_ms))}
-        if records and not records[-1].skipped and records[-1].verified < self.content["block_size"]:
-            records.pop()
-        rounds = [self._round(prompt, i, record, columns) for i, record in enumerate(records)]
+        whole = records[:_count_before_the_end(records, self.content["block_size"])]
+        rounds = [self._round(prompt, i, record, columns) for i, record in enumerate(whole)]
         self.content["prompts"].setdefault(prompt, []).extend(rounds)
 
     def _round(self, prompt, i, record, columns):
@@ -244,14 +266,31 @@ class RoundsRecorder:
     def write(self, path) -> None:
         """Writes the file, replacing it in one step. Raises ConfigError if nothing was recorded or the path cannot be written."""
         content = dict(self.content, prompts={name: rounds for name, rounds in self.content["prompts"].items() if rounds})
+        if not content["prompts"]:
+            raise ConfigError("recorded rounds: no round verified the whole block, so there is nothing to replay; record a longer output, "
+                              "or load with a larger max_seq_len")
         check(content, "recorded rounds")
         path = Path(path)
         unfinished = path.with_name(path.name + ".tmp")
         try:
-            unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
             os.replace(unfinished, path)
         except OSError as error:
             raise ConfigError(f"rounds file {path} cannot be written: {error.strerror}") from error
+
+
+def _count_before_the_end(records, block):
+    """How many rounds come before those that the end of the cache cut short.
+
+    There each round has room for accepted + 1 drafts fewer than the one before it, which tells them from a gate's choices.
+    """
+    count = len(records)
+    while count and not records[count - 1].skipped and records[count - 1].verified < block:
+        last = records[count - 1]
+        if count < len(records) and last.verified - last.accepted - 1 != records[count].verified:
+            break
+        count -= 1
+    return count
 
 
 def _column(key, value, records):
@@ -271,7 +310,8 @@ def add_parser(subparsers):
         help="what the gate would have gained on recorded rounds",
         description="Replays rounds recorded by `dspark generate --record FILE` (gate off) and prints tokens per second of plain "
         "decode, of always verifying the whole block, and of the gate. The gate's numbers are those of the "
-        "DEEPSEEK_DSPARK_GATE_* variables; draft and plain costs are the medians of the file.",
+        "DEEPSEEK_DSPARK_GATE_* variables; draft and plain costs are the medians of the file. So is the cost of a verify, whatever "
+        "its length, where neither an option nor a variable gives it and the defaults are far from the recorded ones.",
     )
     parser.add_argument("file", metavar="rounds.json", help="the recorded rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -286,6 +326,6 @@ def add_parser(subparsers):
 def run(args) -> int:
     """Runs `dspark replay` and prints its result."""
     given = {name: getattr(args, name) for name in ("verify_base_ms", "verify_slope_ms") if getattr(args, name) is not None}
-    result = replay(args.file, dataclasses.replace(gate.GateConfig.from_env(), **given))
-    print(json.dumps(result, indent=1) if args.json else render(result))
+    result = replay(args.file, dataclasses.replace(gate.GateConfig.from_env(), **given) if given else None)
+    print(json.dumps(result, indent=1, allow_nan=False) if args.json else render(result))
     return 0

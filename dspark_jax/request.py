@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Request:
 
 
 def make_request(model: Model, prompts, max_new_tokens, mode, gate, temperature, top_k, top_p, stop_token_ids) -> Request:
-    """Raises PromptError or ConfigError for anything that cannot be served, naming it."""
+    """Raises PromptError or ConfigError for anything that cannot be served, naming it; warns of what the model was not made for."""
     if mode not in MODES:
         raise ConfigError(f"mode: {mode!r} is unknown; use one of {', '.join(MODES)}")
     if temperature != 0 or top_k != 0 or top_p != 1:
@@ -39,6 +40,7 @@ def make_request(model: Model, prompts, max_new_tokens, mode, gate, temperature,
     encoded = encode(model, prompts)
     for i, ids in enumerate(encoded):
         _check_prompt(model, i, ids, max_new_tokens)
+    _warn_beyond_positions(model, max(map(len, encoded)) + int(max_new_tokens))
     return Request(tuple(tuple(int(t) for t in ids) for ids in encoded), int(max_new_tokens), mode, gate,
                    _stop_ids(model, stop_token_ids))
 
@@ -67,7 +69,16 @@ def _encode_one(model: Model, i: int, prompt) -> list[int]:
         raise PromptError(f"prompt {i}: expected a string or a list of token ids, got {type(prompt).__name__}")
     if model.tokenizer is None:
         raise PromptError(f"prompt {i} is text, but this checkpoint has no tokenizer.json; give token ids")
+    check_text(prompt, f"prompt {i}")
     return model.tokenizer.encode(prompt).ids
+
+
+def check_text(text: str, what: str) -> None:
+    """Bytes that are no UTF-8 reach a program as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{what}: character {error.start}, {text[error.start]!r}, is no valid Unicode; give text in UTF-8") from None
 
 
 def _check_prompt(model: Model, i: int, ids: list[int], max_new_tokens: int) -> None:
@@ -81,6 +92,14 @@ def _check_prompt(model: Model, i: int, ids: list[int], max_new_tokens: int) -> 
     if len(ids) + max_new_tokens > most:
         raise PromptError(f"prompt {i}: {len(ids)} tokens and max_new_tokens {max_new_tokens} together exceed max_seq_len {most}; "
                           "ask for fewer tokens or load with a larger max_seq_len")
+
+
+def _warn_beyond_positions(model: Model, length: int) -> None:
+    """It runs and stays exact, but what a model writes behind the context that it was made for is rarely of use."""
+    most = model.config.max_position_embeddings
+    if length > most:
+        warnings.warn(f"prompt and max_new_tokens come to {length} tokens, the model was made for max_position_embeddings = {most}: "
+                      "expect poor text behind that", stacklevel=4)
 
 
 def _stop_ids(model: Model, stop_token_ids) -> frozenset[int]:

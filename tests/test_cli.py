@@ -12,10 +12,10 @@ import sys
 import pytest
 
 import dspark_jax as dspark
-from dspark_jax import api, costs, engine
+from dspark_jax import api, bench, costs, engine
 from dspark_jax.cli import main
 from dspark_jax.replay import replay
-from round_parts import BLOCK, byte_tokenizer, with_nan_tokens
+from round_parts import BLOCK, byte_tokenizer, with_nan_drafter, with_nan_tokens
 from small_model import write_small_checkpoint
 from support import GOLDENS, MAX_SEQ_LEN
 
@@ -125,6 +125,12 @@ WRONG_USE = {
     "record plain": (["--record", "x.json", "--mode", "plain"], "--record needs a speculative mode with the gate off"),
     "record gate": (["--record", "x.json", "--gate"], "--record needs a speculative mode with the gate off"),
     "record nowhere": (["--record", "absent/x.json"], "absent is not a directory"),
+    "record directory": (["--record", "/"], "--record /: this is a directory; name a file in it"),
+    "record one token": (["--record", "x.json", "--max-new-tokens", "1"], "--record with --max-new-tokens 1: the first token comes from"),
+    "record no room": (["--record", "x.json", "--max-seq-len", "13", "--max-new-tokens", "4"], "no room to measure two rounds"),
+    "stop dashes": (["--stop=--5"], "--stop '--5': neither a token id nor a single token"),
+    "stop digits": (["--stop", "9" * 5000], "neither a token id nor a single token"),
+    "stop surrogate": (["--stop", "\udcff"], "--stop '\\udcff': character 0, '\\udcff', is no valid Unicode; give text in UTF-8"),
 }
 
 
@@ -133,6 +139,16 @@ def test_wrong_use_is_status_2(command, case):
     arguments, message = WRONG_USE[case]
     status, out, err = command(*arguments)
     assert (status, out) == (2, "") and err.startswith("dspark generate: ") and message in err and err.count("\n") == 1
+
+
+def test_text_that_is_no_utf8_is_status_2(command, monkeypatch):
+    """An argument's bytes come as surrogates; standard input fails or has them too, as the locale says."""
+    for arguments in ({"prompt": ("a\udcff\udcfe",)}, {"prompt": (), "stdin": "a\udcff"}):
+        status, out, err = command(**arguments)
+        assert (status, out) == (2, "") and "prompt 0: character 1, '\\udcff', is no valid Unicode; give text in UTF-8" in err
+    monkeypatch.setattr(io, "StringIO", lambda text: io.TextIOWrapper(io.BytesIO(b"ab\xff"), "utf-8"))
+    status, out, err = command(prompt=(), stdin="")
+    assert (status, out) == (2, "") and "standard input is not valid utf-8: invalid start byte at byte 2" in err
 
 
 def test_no_prompt_is_status_2(command):
@@ -245,9 +261,46 @@ def test_record_and_replay(command, expected, tmp_path, capsys, monkeypatch):
     assert main(["replay", str(tmp_path / "absent.json")]) == 2 and "cannot be read" in capsys.readouterr().err
 
 
-def test_a_recording_without_rounds_is_refused_after_the_summary(command, tmp_path):
-    status, out, err = command("--record", str(tmp_path / "rounds.json"), "--max-new-tokens", "1")
+def test_a_recording_without_rounds_is_refused_after_the_summary(command, expected, tmp_path):
+    """Nobody knew that the first token would be the last."""
+    status, out, err = command("--record", str(tmp_path / "rounds.json"), "--stop", str(expected.tokens[0][0]))
     assert status == 2 and out and "1 tokens in" in err and not list(tmp_path.iterdir())
+    assert "no round verified the whole block" in err
+
+
+def test_a_recording_that_fills_the_cache_is_kept(command, model, tmp_path):
+    """The last rounds, several of them, verify what fits: they are left out, and no gate is said to have truncated them."""
+    length = MAX_SEQ_LEN - len(PROMPT.encode())
+    rounds = dspark.generate(model, PROMPT, length, stop_token_ids=[]).rounds[0]
+    whole = [r.accepted for r in rounds if r.verified == BLOCK]
+    assert len(whole) < len(rounds) - 1, "more than one is short"
+    assert {r.skipped for r in rounds} == {""}
+    file = tmp_path / "rounds.json"
+    status, _, err = command("--record", str(file), "--max-new-tokens", str(length), "--stop", "255")
+    assert status == 0 and "gate: 0 rounds truncated, 0 skipped" in err
+    assert [r["accept"] for r in json.loads(file.read_text())["prompts"]["prompt"]] == whole
+
+
+def test_a_damaged_drafter_is_status_1(command, model, expected, tmp_path, monkeypatch):
+    """What was emitted before is shown, no JSON and no recording of it is written."""
+    damaged = with_nan_drafter(model, "norm.weight")
+    monkeypatch.setattr(dspark, "load", lambda *args, **options: damaged)
+    for options in ([], ["--json"], ["--record", str(tmp_path / "rounds.json")]):
+        status, out, err = command(*options)
+        assert status == 1 and "not finite" in err and "mtp.*" in err and "Traceback" not in err and "{" not in out
+        assert out == ("" if "--json" in options else dspark.generate(model, PROMPT, 1).texts[0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_takes_the_gate_of_the_environment(model, capsys, monkeypatch):
+    """As generate does; --gate switches it on too."""
+    gates = []
+    monkeypatch.setattr(dspark, "load", lambda *args, **options: model)
+    monkeypatch.setattr(bench, "measure", lambda model, length, repeats, gate: gates.append(gate.enabled) or {})
+    for value, options in (("0", []), ("1", []), ("0", ["--gate"])):
+        monkeypatch.setenv("DEEPSEEK_DSPARK_GATE", value)
+        assert main(["bench", "--json", *options]) == 0
+    assert gates == [False, True, True]
 
 
 def test_costs(model, directory, monkeypatch):

@@ -1,6 +1,7 @@
 """What generate() and stream() refuse, each with one clear error before anything is compiled; and text from tokens. Runs no model."""
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 
 import dspark_jax as dspark
 from dspark_jax.loading import embedded_checkpoint
-from dspark_jax.request import encode
+from dspark_jax.request import encode, make_request
 from dspark_jax.text import IncrementalText, decode
 from round_parts import byte_tokenizer, compilations
 
@@ -73,6 +74,24 @@ def test_forms_of_prompts(golden_float):
     assert encode(model, ["a", [5], "\u00e9"]) == [[97], [5], [0xC3, 0xA9]]
     with pytest.raises(dspark.PromptError, match="prompt 0: the prompt is empty"):
         dspark.generate(model, "")
+
+
+def test_text_that_is_no_unicode_is_refused(golden_float):
+    model = dataclasses.replace(golden_float, tokenizer=byte_tokenizer())
+    for prompts, message in (("\ud800", "prompt 0: character 0"), (["a", "bc\udcff"], "prompt 1: character 2, '.udcff'")):
+        with pytest.raises(dspark.PromptError, match=message + ".*is no valid Unicode; give text in UTF-8"):
+            dspark.generate(model, prompts, 4)
+
+
+def test_a_request_beyond_what_the_model_was_made_for_is_warned_of(golden_float):
+    """It is served all the same: max_seq_len says what fits."""
+    model = dataclasses.replace(golden_float, config=dataclasses.replace(golden_float.config, max_position_embeddings=20))
+    options = ["plain", dspark.GateConfig(), 0.0, 0, 1.0, []]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_request(model, [[1] * 16, [2]], 4, *options)
+    with pytest.warns(UserWarning, match="come to 21 tokens, the model was made for max_position_embeddings = 20"):
+        assert make_request(model, [[2], [1] * 16], 5, *options).max_new_tokens == 5
 
 
 # Text

@@ -117,6 +117,50 @@ def test_costs_come_from_the_config_where_the_rounds_have_none():
     assert result["recorded_verify_ms"] is None and result["plain"]["easy"] == 50
 
 
+def fast_verifies():
+    """Rounds of a machine and model whose full verify takes 2 ms: the defaults say 736."""
+    recording = synthetic()
+    for rounds in recording["prompts"].values():
+        for i, record in enumerate(rounds):
+            record |= {"draft_ms": 1.0, "plain_ms": 1.5, "verify_ms": 1.0 + i % 3}
+    return recording
+
+
+def test_a_recording_brings_its_own_verify_costs(tmp_path, capsys):
+    """Nobody says what a verify costs and the defaults are far from what was recorded: the median, whatever n is."""
+    recording = fast_verifies()
+    result, (chosen, rates) = replay.replay(recording), simulate(recording, base=2.0, slope=0.0)
+    assert result["costs"] == {"draft_ms": 1, "verify_base_ms": 2, "verify_slope_ms": 0, "plain_ms": 1.5}
+    assert result["verify_costs_from"] == "recording" and result["chosen"] == chosen
+    for accounting, expected in rates.items():
+        assert result[accounting] == pytest.approx(expected, rel=1e-12), accounting
+    path = tmp_path / "rounds.json"
+    path.write_text(json.dumps(recording))
+    assert run_cli(path) == 0
+    text = capsys.readouterr().out
+    assert "verify(n) = 2 + 0 n ms" in text and "note: a verify is charged 2 ms whatever n is, the median of the recorded" in text
+    assert run_cli(path, "--json") == 0 and json.loads(capsys.readouterr().out) == result
+
+
+@pytest.mark.parametrize("given", ["option", "variable", "config"])
+def test_verify_costs_that_are_given_are_used(given, tmp_path, capsys, monkeypatch):
+    path, options = tmp_path / "rounds.json", ["--verify-base-ms", "300"] if given == "option" else []
+    path.write_text(json.dumps(fast_verifies()))
+    if given == "variable":
+        monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_VERIFY_SLOPE_MS", "109")
+    if given == "config":
+        text = replay.render(replay.replay(path, gate.GateConfig()))
+    else:
+        assert run_cli(path, *options) == 0
+        text = capsys.readouterr().out
+    assert "verify(n) = 300 + 109 n ms" in text and "note: a full verify took 2 ms" in text
+
+
+def test_defaults_that_agree_with_the_recording_stay():
+    result = replay.replay(synthetic())
+    assert result["verify_costs_from"] == "config" and result["costs"]["verify_slope_ms"] == 109 and 700 < result["recorded_verify_ms"]
+
+
 def test_the_environment_sets_the_gate(monkeypatch):
     monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_MARGIN", "1e6")
     assert set(sum(replay.replay(synthetic())["chosen"].values(), [])) == {BLOCK}
@@ -189,9 +233,19 @@ def test_unmeasured_times_are_left_out(tmp_path):
     assert rounds == [{"accept": 2, "k": 4, "conf": [0.5, 1.25, -2.0, 3.0]}]
 
 
+def test_all_rounds_that_the_end_of_the_cache_cut_short_are_left_out():
+    """Each has room for accepted + 1 fewer than the one before; the last may have room for none."""
+    ends = [[round_record(0, 3), round_record(1, 2), round_record(0, 0)], [round_record(0, 2), round_record(0, 1)], [round_record(0, 0)]]
+    for end in ends:
+        recorder = replay.RoundsRecorder(BLOCK, source="")
+        recorder.add("p", [round_record(4), round_record(1), *end], draft_ms=[1, 2, *range(len(end))])
+        assert [(r["accept"], r["draft_ms"]) for r in recorder.content["prompts"]["p"]] == [(4, 1), (1, 2)]
+
+
 @pytest.mark.parametrize(
     "records",
-    [[round_record(2, verified=2), round_record()], [round_record(0, 0, "gate")], [round_record(0, 0, "margin"), round_record()]],
+    [[round_record(0, verified=2), round_record(0, verified=2)],
+     [round_record(2, verified=2), round_record()], [round_record(0, 0, "gate")], [round_record(0, 0, "margin"), round_record()]],
 )
 def test_rounds_that_a_gate_shortened_are_not_recorded(records):
     with pytest.raises(ConfigError, match="round 0 of prompt 'p' verified .* record with the gate off"):
@@ -205,7 +259,7 @@ def test_times_must_match_the_rounds():
 
 def test_an_empty_or_unwritable_recording_is_refused(tmp_path):
     recorder = replay.RoundsRecorder(BLOCK, source="")
-    with pytest.raises(ConfigError, match="recorded rounds: prompts must be"):
+    with pytest.raises(ConfigError, match="recorded rounds: no round verified the whole block"):
         recorder.write(tmp_path / "rounds.json")
     recorder.add("p", [round_record()])
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -232,6 +286,8 @@ DELETE = object()
         (["prompts", "hard", 1, "conf"], [1.0, 2.0], "conf must be a list of 4 finite numbers"),
         (["prompts", "hard", 1, "conf", 2], float("nan"), "conf must be a list of 4 finite numbers"),
         (["prompts", "hard", 1, "conf", 2], "1", "conf must be a list of 4 finite numbers"),
+        pytest.param(["prompts", "hard", 1, "conf", 2], 10**400, "conf must be a list of 4 finite numbers", id="huge conf"),
+        pytest.param(["prompts", "hard", 1, "draft_ms"], 10**400, "draft_ms must be a time in ms", id="huge time"),
         (["prompts", "hard", 1, "draft_ms"], -1, "draft_ms must be a time in ms, not -1"),
         (["prompts", "hard", 1, "draft_ms"], DELETE, "draft_ms must be in every round or in none"),
     ],
