@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,16 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints.checksum import checksum, total
-from checkpoints.official import OfficialCheckpoint, raise_checkpoint_error
-from checkpoints.orbax_io import (FORMAT, MANIFEST, UNIT_BYTES, UNITS, ConvertedCheckpoint, Leaf, Piece, Unit, describe,
-                                  plan_units, quiet_orbax, understand, write_unit)
+from checkpoints.official import OfficialCheckpoint
+from checkpoints.orbax_io import (FORMAT, MANIFEST, STATE, UNIT_BYTES, UNITS, ConvertedCheckpoint, Leaf, Piece, Unit,
+                                  describe, lost_files, plan_units, quiet_orbax, raise_damaged, read_manifest, read_object,
+                                  sha256, understand, write_unit)
 from checkpoints.placing import Bounds, first_owners, place
 from dspark_jax.errors import CheckpointError
 from dspark_jax.sharding import RULES
 
-STATE, LOCK, DONE = "conversion.json", ".lock", ".done"
+LOCK, DONE = ".lock", ".done"
+TEXTS = ("config.json", "tokenizer.json")  # copied as they are
 Read = Callable[[Leaf, Bounds, np.ndarray], None]
 Progress = Callable[[int, int], None]
 
@@ -52,7 +54,7 @@ def convert(checkpoint: OfficialCheckpoint, target: str | Path, leaves: Iterable
     needed = sum(unit.nbytes for unit in units)
     state = {"format": FORMAT, "unit_bytes": unit_bytes, "source": fingerprint(checkpoint)}
     with _lock(target):
-        finished = _begin(target, state)
+        finished = _begin(target, state, units)
         _require_shared(target / (MANIFEST if finished else STATE), checkpoint, state["source"])
         if not finished:
             left = _left(target, units)
@@ -69,18 +71,18 @@ def convert(checkpoint: OfficialCheckpoint, target: str | Path, leaves: Iterable
 
 
 def verify(path: str | Path, progress: Progress | None = None) -> int:
-    """Reads a converted checkpoint and compares it with the checksums of what the conversion read. Returns the bytes compared.
+    """Reads a converted checkpoint and compares it with the checksums of what the conversion read. Returns the arrays' bytes.
 
-    Raises one CheckpointError that names every leaf that differs or cannot be read.
+    Raises one CheckpointError that names every leaf and file that differs or cannot be read.
     """
     checkpoint = ConvertedCheckpoint.open(path)
-    needed, read, found = sum(unit.nbytes for unit in checkpoint.units.values()), 0, []
+    needed, read, found = sum(unit.nbytes for unit in checkpoint.units.values()), 0, checkpoint.lost_files()
     for name, unit in checkpoint.units.items():
         if progress is not None:
             progress(read, needed)
         found += checkpoint.verify(name)
         read += unit.nbytes
-    raise_checkpoint_error(path, found)
+    raise_damaged(checkpoint.path, found, checkpoint.changed_texts())
     if progress is not None:
         progress(needed, needed)
     return needed
@@ -92,8 +94,8 @@ def fingerprint(checkpoint: OfficialCheckpoint) -> dict[str, Any]:
     for name, file in sorted(checkpoint.files.items()):
         status = file.path.stat()
         header = repr(sorted(file.entries.items())).encode()
-        files[name] = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "header": hashlib.sha256(header).hexdigest()}
-    return {"config": hashlib.sha256((checkpoint.path / "config.json").read_bytes()).hexdigest(), "files": files}
+        files[name] = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "header": sha256(header)}
+    return {"config": sha256((checkpoint.path / "config.json").read_bytes()), "files": files}
 
 
 def _convert_unit(target: Path, unit: Unit, read: Read, mesh: Mesh) -> None:
@@ -139,24 +141,52 @@ def _array(piece: Piece, read: Read, mesh: Mesh) -> tuple[jax.Array | np.ndarray
     return array, total(sums)
 
 
-def _begin(target: Path, state: dict[str, Any]) -> bool:
-    """Makes the target ready. True: there is nothing left to do. Another conversion or other files there are refused."""
+def _begin(target: Path, state: dict[str, Any], units: list[Unit]) -> bool:
+    """Makes the target ready. True: there is nothing left to do.
+
+    Another conversion, a damaged one and other files are refused, and nothing is written then.
+    """
     finished = False
     if jax.process_index() == 0:
-        finished = (target / MANIFEST).exists()
-        known = target / (MANIFEST if finished else STATE)
-        if known.exists():
-            _require_same(target, json.loads(known.read_text(encoding="utf-8")), state)
-        elif strangers := sorted(path.name for path in target.iterdir() if path.name != LOCK):
-            raise CheckpointError(f"{target}: is not empty and no conversion (it has {', '.join(strangers[:3])}); "
-                                  "choose another target")
+        finished, begun = (target / MANIFEST).exists(), (target / STATE).exists()
+        if finished:
+            _require_same(target, read_manifest(target), state)
+            _require_whole(target, units)
+        elif begun:
+            _require_same(target, read_object(target / STATE), state)
+        else:
+            _require_empty(target)
+            _require_room(target, units)
         with _writing(target):
-            if not known.exists():
+            if not finished and not begun:
                 _write_json(target / STATE, state)
             (target / UNITS).mkdir(exist_ok=True)
             if finished:
                 _remove_traces(target)
     return _agreed([finished])[0]
+
+
+def _require_whole(target: Path, units: list[Unit]) -> None:
+    """A conversion with a manifest must hold all that `load` and Orbax need; its arrays are not read, that is for `verify`."""
+    checkpoint = ConvertedCheckpoint.open(target)
+    checkpoint.check(piece.leaf for unit in units for piece in unit.pieces)
+    raise_damaged(target, checkpoint.lost_files(), checkpoint.changed_texts())
+
+
+def _require_empty(target: Path) -> None:
+    if (target / UNITS).is_dir():
+        read_manifest(target)  # says that it is lost
+    ours = (LOCK, _partial(target / STATE).name)  # of a conversion that was killed before it said what it converts
+    if strangers := sorted(path.name for path in target.iterdir() if path.name not in ours):
+        raise CheckpointError(f"{target}: is not empty and no conversion (it has {', '.join(strangers[:3])}); "
+                              "choose another target")
+
+
+def _require_room(target: Path, units: list[Unit]) -> None:
+    needed, free = sum(unit.nbytes for unit in units), shutil.disk_usage(target).free
+    if needed > free:
+        raise CheckpointError(f"{target}: {needed:,} bytes are still to be written, {free:,} are free; make room and run it "
+                              "again")
 
 
 def _require_same(target: Path, held: dict[str, Any], state: dict[str, Any]) -> None:
@@ -191,10 +221,7 @@ def _left(target: Path, units: list[Unit]) -> list[Unit]:
             for path in (target / UNITS).iterdir():
                 if path.name not in keep:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        needed, free = sum(unit.nbytes for unit in left), shutil.disk_usage(target).free
-        if needed > free:
-            raise CheckpointError(f"{target}: {needed:,} bytes are still to be written, {free:,} are free; make room and run it "
-                                  "again")
+        _require_room(target, left)
     _together("dspark_convert_left")
     return left
 
@@ -202,11 +229,11 @@ def _left(target: Path, units: list[Unit]) -> list[Unit]:
 def _checksums(target: Path, unit: Unit) -> dict[str, int] | None:
     """The checksums of a unit that is done, else None."""
     path = target / UNITS / f"{unit.name}{DONE}"
-    if not path.exists() or not (target / UNITS / unit.name).is_dir():
+    if not path.exists() or lost_files(target, unit.name):
         return None
     try:
         found, checksums = understand(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return checksums if found == unit else None
 
@@ -215,12 +242,13 @@ def _finish(target: Path, checkpoint: OfficialCheckpoint, state: dict[str, Any],
     if jax.process_index() == 0:
         if fingerprint(checkpoint) != state["source"]:
             raise CheckpointError(f"{checkpoint.path}: changed while it was converted; remove {target} and start again")
+        texts = {name: (checkpoint.path / name).read_bytes() for name in TEXTS if (checkpoint.path / name).exists()}
         with _writing(target):
-            for name in ("config.json", "tokenizer.json"):
-                if (checkpoint.path / name).exists():
-                    _write_bytes(target / name, (checkpoint.path / name).read_bytes())
-            described = [describe(unit, _checksums(target, unit)) for unit in units]
-            _write_json(target / MANIFEST, {**state, "source_path": str(checkpoint.path.absolute()), "units": described})
+            for name, text in texts.items():
+                _write_bytes(target / name, text)
+            _write_json(target / MANIFEST, {**state, "source_path": str(checkpoint.path.absolute()),
+                                            "texts": {name: sha256(text) for name, text in texts.items()},
+                                            "units": [describe(unit, _checksums(target, unit)) for unit in units]})
             _remove_traces(target)
     _together("dspark_convert_finish")
 
@@ -234,20 +262,44 @@ def _remove_traces(target: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """One conversion at a time may write here. The system releases the lock of a killed process."""
+    """One conversion at a time may write here. The system releases the lock of a killed process.
+
+    The lock's file goes in any case, and so does a new directory in which nothing was written.
+    """
     if jax.process_index() != 0:
         yield
         return
     with _writing(target):
+        new = not target.exists()
         target.mkdir(parents=True, exist_ok=True)
-        file = open(target / LOCK, "w")
+        file = _locked(target)
     with file:
         try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                (target / LOCK).unlink()
+                if new and not any(target.iterdir()):
+                    target.rmdir()
+
+
+def _locked(target: Path) -> IO[str]:
+    """The lock's file, open and locked.
+
+    Another conversion may have removed it meanwhile: what is locked then excludes nobody, and the next file is tried.
+    """
+    while True:
+        file = open(target / LOCK, "w")
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(target / LOCK)):
+                return file
         except BlockingIOError:
+            file.close()
             raise CheckpointError(f"{target}: another process is converting to this directory") from None
-        yield
-        (target / LOCK).unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        file.close()
 
 
 @contextlib.contextmanager
@@ -270,13 +322,21 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _write_bytes(path: Path, data: bytes) -> None:
     """All of it or nothing, and on the disk."""
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    partial = _partial(path)
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     _sync(path.parent)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _sync_tree(path: Path) -> None:

@@ -1,8 +1,8 @@
 """A converted checkpoint: a directory of Orbax checkpoints that any mesh can load, whatever mesh wrote it.
 
     config.json, tokenizer.json   as in the official checkpoint
-    manifest.json                 what was converted, and which unit holds what, with checksums; written last: a directory without
-                                  it is not a checkpoint
+    manifest.json                 what was converted, and which unit holds what, with checksums of arrays and of the files above;
+                                  written last: a directory without it is not a checkpoint
     units/NAME/                   one Orbax PyTree, {leaf name: array}
 
 A leaf is a parameter of one layer as the model holds it: dense weights in bfloat16 (exact, also for what was FP8), float32 where
@@ -15,6 +15,7 @@ stands, so that a process reads exactly what its devices hold.
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -26,12 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.checksum import checksum
-from checkpoints.official import LONGEST_LIST, raise_checkpoint_error, read_config
+from checkpoints.official import INDEX, LONGEST_LIST, SINGLE, raise_checkpoint_error, read_config
 from checkpoints.placing import Bounds
 from dspark_jax.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, UNITS = "manifest.json", "units"
+STATE = "conversion.json"  # instead of the manifest as long as the conversion is unfinished
+ORBAX_FILES = ("_METADATA", "manifest.ocdbt")  # without which nothing restores a unit
+AGAIN = "remove the directory and convert the official checkpoint again"
+UNREADABLE = (ValueError, NotImplementedError, OSError)  # what TensorStore raises for damaged files
 UNIT_BYTES = 128 << 20
 CHUNK_BYTES = 8 << 20  # what is read from disk at least, however small the slice
 
@@ -150,13 +155,62 @@ def understand(described: dict[str, Any]) -> tuple[Unit, dict[str, int]]:
     for entry in described["pieces"]:
         leaf = Leaf(entry["name"], entry["group"], tuple(entry["shape"]), entry["dtype"], tuple(entry["axes"]))
         pieces.append(Piece(leaf, entry["axis"], entry["start"], entry["stop"]))
+        jnp.dtype(entry["dtype"])  # TypeError for what is none
     checksums = {entry["name"]: int(entry["checksum"], 16) for entry in described["pieces"]}
     return Unit(described["name"], tuple(pieces)), checksums
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object that a conversion wrote down."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"it is a {type(value).__name__}, no object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not understood ({error}); {AGAIN}") from error
+    return value
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the conversion at `path`. Raises CheckpointError that says what `path` is when it has none."""
+    if not (path / MANIFEST).exists():
+        raise CheckpointError(f"{path}: {_without_manifest(path)}")
+    return read_object(path / MANIFEST)
+
+
+def _without_manifest(path: Path) -> str:
+    if not path.exists():
+        return "no such directory"
+    if not path.is_dir():
+        return "a file; a converted checkpoint is a directory"
+    if (path / STATE).exists():
+        return f"an unfinished conversion (no {MANIFEST}); run `dspark convert` again, it goes on where it was stopped"
+    if (path / UNITS).is_dir():
+        return f"a conversion that has lost its {MANIFEST}, and so what its arrays are; {AGAIN}"
+    if (path / SINGLE).exists() or (path / INDEX).exists():
+        return "an official checkpoint, not a converted one; `dspark convert` makes one of it"
+    return f"no converted checkpoint (it has no {MANIFEST})"
+
+
+def raise_damaged(path: Path, units: list[str], texts: list[str]) -> None:
+    """One error for what is wrong with a conversion's units and with the texts beside them, none when nothing is."""
+    remedy = AGAIN if units else "copy the files of the official checkpoint here"
+    raise_checkpoint_error(f"{path}: damaged; {remedy}", [*units[:LONGEST_LIST], *texts])
+
+
+def lost_files(path: Path, unit: str) -> list[str]:
+    """What a unit of the conversion at `path` lacks: its directory, or Orbax's own metadata there."""
+    place = path / UNITS / unit
+    if not place.is_dir():
+        return [f"{UNITS}/{unit}: missing"]
+    return [f"{UNITS}/{unit}: {name} is missing" for name in ORBAX_FILES if not (place / name).is_file()]
+
+
 def is_converted(path: str | Path) -> bool:
-    """Whether `path` is the place of a conversion, finished or not."""
-    return (Path(path) / UNITS).is_dir()
+    """Whether `path` is the place of a conversion, finished or not, whole or not."""
+    path = Path(path)
+    official = (path / SINGLE).exists() or (path / INDEX).exists()
+    return (path / UNITS).is_dir() or not official and any((path / name).exists() for name in (MANIFEST, STATE))
 
 
 class ConvertedCheckpoint:
@@ -164,11 +218,13 @@ class ConvertedCheckpoint:
 
     units: by name. checksums: (unit, leaf) -> of what was written of the leaf there. source: what was converted, as
     `convert.fingerprint` says; source_path: where that was, a directory, or None where an older version did not write it down.
+    texts: SHA-256 of config.json and, unless an older version left it out, tokenizer.json.
     """
 
     def __init__(self, path: Path, units: dict[str, Unit], checksums: dict[tuple[str, str], int], source: dict[str, Any],
-                 source_path: str | None):
+                 source_path: str | None, texts: dict[str, str]):
         self.path, self.units, self.checksums, self.source, self.source_path = path, units, checksums, source, source_path
+        self.texts = texts
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
         for unit in units.values():
             for piece in unit.pieces:
@@ -178,22 +234,20 @@ class ConvertedCheckpoint:
     def open(cls, path: str | Path) -> "ConvertedCheckpoint":
         """Reads the manifest. Raises CheckpointError when the conversion is unfinished or files are missing."""
         path = Path(path)
-        if not (path / MANIFEST).exists():
-            raise CheckpointError(f"{path}: an unfinished conversion (no {MANIFEST}); run `dspark convert` again, it goes on "
-                                  "where it was stopped")
+        manifest = read_manifest(path)
         try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             if manifest["format"] != FORMAT:
                 raise CheckpointError(f"{path}: format {manifest['format']} of converted checkpoints, this version knows "
-                                      f"{FORMAT}; convert the official checkpoint again")
+                                      f"{FORMAT}; {AGAIN}")
             understood = [understand(described) for described in manifest["units"]]
             source = manifest["source"], manifest.get("source_path")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}/{MANIFEST}: not understood: {type(error).__name__}: {error}") from error
+            texts = {"config.json": manifest["source"]["config"], **manifest.get("texts", {})}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}/{MANIFEST}: not understood ({type(error).__name__}: {error}); {AGAIN}") from error
         units = {unit.name: unit for unit, _ in understood}
-        raise_checkpoint_error(path, [f"{UNITS}/{name}: missing" for name in units if not (path / UNITS / name).is_dir()])
+        raise_damaged(path, [f"{UNITS}/{name}: missing" for name in units if not (path / UNITS / name).is_dir()], [])
         checksums = {(unit.name, leaf): value for unit, sums in understood for leaf, value in sums.items()}
-        return cls(path, units, checksums, *source)
+        return cls(path, units, checksums, *source, texts)
 
     @property
     def config_dict(self) -> dict[str, Any]:
@@ -211,9 +265,24 @@ class ConvertedCheckpoint:
             want = expected.get(name, leaf)
             if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
                 found.append(f"wrong: {name}: is {leaf.dtype} {list(leaf.shape)}, expected {want.dtype} {list(want.shape)}")
-            elif sum(piece.stop - piece.start for _, piece in self._pieces[name]) != leaf.shape[self._pieces[name][0][1].axis]:
+            elif not _cover([piece for _, piece in self._pieces[name]]):
                 found.append(f"incomplete: {name}")
-        raise_checkpoint_error(self.path, found[:LONGEST_LIST])
+        raise_checkpoint_error(f"{self.path}: not what the model needs; {AGAIN}", found[:LONGEST_LIST])
+
+    def lost_files(self) -> list[str]:
+        """What units lack."""
+        return [lost for name in self.units for lost in lost_files(self.path, name)]
+
+    def changed_texts(self) -> list[str]:
+        """Which of the texts beside the units are not those of the official checkpoint."""
+        found = []
+        for name, recorded in self.texts.items():
+            try:
+                if sha256((self.path / name).read_bytes()) != recorded:
+                    found.append(f"{name}: is not what was converted")
+            except OSError as error:
+                found.append(f"{name}: cannot be read ({error.strerror})")
+        return found
 
     def read(self, name: str, bounds: Bounds) -> np.ndarray:
         """A slice of a leaf in its stored dtype. Reads the chunks that the slice touches, and no others."""
@@ -226,7 +295,11 @@ class ConvertedCheckpoint:
                 at[piece.axis] = slice(start - piece.start, stop - piece.start)
                 to = [slice(None)] * len(bounds)
                 to[piece.axis] = slice(start - bounds[piece.axis][0], stop - bounds[piece.axis][0])
-                out[tuple(to)] = self._open(unit, piece)[tuple(at)].read().result()
+                try:
+                    out[tuple(to)] = self._open(unit, piece)[tuple(at)].read().result()
+                except UNREADABLE as error:
+                    raise CheckpointError(f"{self.path}: {UNITS}/{unit}: {name} cannot be read ({_first_line(error)}); "
+                                          f"{AGAIN}") from error
         return out
 
     def verify(self, unit: str) -> list[str]:
@@ -236,28 +309,40 @@ class ConvertedCheckpoint:
             name = piece.leaf.name
             try:
                 values = self._open(unit, piece).read().result()
-            except (CheckpointError, ValueError, OSError) as error:
-                found.append(f"{name}: cannot be read: {error}")
+            except UNREADABLE as error:
+                found.append(f"{name}: cannot be read in {UNITS}/{unit}: {_first_line(error)}")
                 continue
             if checksum(values, piece.leaf.shape, piece.origin) != self.checksums[unit, name]:
                 found.append(f"{name}: {UNITS}/{unit} does not hold what was written")
         return found
 
     def _open(self, unit: str, piece: Piece):
-        """The piece as a TensorStore, its shape and dtype checked."""
+        """The piece as a TensorStore, its shape and dtype checked. Raises one of UNREADABLE."""
         import tensorstore as ts
 
         base = {"driver": "file", "path": f"{(self.path / UNITS / unit).absolute()}/"}
         spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{piece.leaf.name}/"}}
-        try:
-            store = ts.open(spec, open=True, read=True).result()
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{self.path}: {UNITS}/{unit}: {piece.leaf.name} cannot be opened ({error}); "
-                                  "convert the checkpoint again") from error
+        store = ts.open(spec, open=True, read=True).result()
         if store.shape != piece.shape or store.dtype.numpy_dtype != jnp.dtype(piece.leaf.dtype):
-            raise CheckpointError(f"{self.path}: {UNITS}/{unit}: {piece.leaf.name} is {store.dtype.name} {list(store.shape)}, "
-                                  f"the manifest says {piece.leaf.dtype} {list(piece.shape)}")
+            raise ValueError(f"it is {store.dtype.name} {list(store.shape)}, the manifest says {piece.leaf.dtype} "
+                             f"{list(piece.shape)}")
         return store
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _cover(pieces: list[Piece]) -> bool:
+    """Whether pieces of one leaf are the whole of it."""
+    pieces = sorted(pieces, key=lambda piece: piece.start)
+    ends = [0, *(piece.stop for piece in pieces)]
+    return (len({(piece.leaf, piece.axis) for piece in pieces}) == 1 and [piece.start for piece in pieces] == ends[:-1]
+            and ends[-1] == pieces[0].leaf.shape[pieces[0].axis])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def quiet_orbax() -> None:

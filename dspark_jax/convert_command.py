@@ -2,8 +2,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from checkpoints.orbax_io import UNIT_BYTES
 from dspark_jax.config import ModelConfig
 from dspark_jax.distributed import add_options, command_mesh, losses_explained, run_command, wanted
 from dspark_jax.errors import ConfigError
-from dspark_jax.loading import expected_tensors, record_leaves
+from dspark_jax.loading import expected_tensors, read_tokenizer, record_leaves
 from dspark_jax.sharding import check_mesh, check_processes, single_device
 from dspark_jax.sources import read_official
 
@@ -39,6 +43,7 @@ def convert_checkpoint(source: str | Path, target: str | Path, mesh: Mesh | None
         check_mesh(mesh, config)
         check_processes(mesh)
         checkpoint.check(list(expected_tensors(config).values()))
+        read_tokenizer(checkpoint.path, config)
         recorder = record_leaves(config)
 
         def read(leaf, bounds, out):
@@ -54,7 +59,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Converts an official checkpoint directory to sharded Orbax, which any mesh can load. Routed experts stay "
                     "packed FP4, dense weights become bfloat16 (exact). A conversion that was stopped goes on when the command "
                     "is repeated. Processes that run together need SOURCE and TARGET on a file system that they share. With "
-                    "--verify, TARGET alone is given: its arrays are read and compared with the checksums of what was converted.")
+                    "--verify, TARGET alone is given: its arrays, config and tokenizer are compared with the checksums of what "
+                    "was converted.")
     parser.add_argument("paths", metavar="SOURCE TARGET", nargs="+", help="official checkpoint directory; directory to write")
     parser.add_argument("--verify", action="store_true", help="read a converted checkpoint and compare checksums")
     parser.add_argument("--mesh", metavar="DATAxMODEL", help="devices that share the work (default: one; with several processes "
@@ -75,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, speaks: bool) -> int:
-    with _Progress("verified" if args.verify else "converted", args.quiet or not speaks) as progress:
+    with _interruptible(_Progress("verified" if args.verify else "converted", args.quiet or not speaks)) as progress:
         if args.verify:
             count = conversion.verify(args.paths[0], progress)
         else:
@@ -83,6 +89,36 @@ def _run(args: argparse.Namespace, speaks: bool) -> int:
     if args.verify:
         print(f"{args.paths[0]}: {count:,} bytes as recorded when they were converted")
     return 0
+
+
+@contextlib.contextmanager
+def _interruptible(progress: _Progress) -> Iterator[conversion.Progress]:
+    """`progress`, shown; after Ctrl-C its next call, which comes between units, raises KeyboardInterrupt.
+
+    Ctrl-C raises at once as always too, but within a callback of the runtime Python drops the exception.
+    """
+    interrupted = False
+
+    def notice(number, frame):
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def checked(done: int, total: int) -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+        progress(done, total)
+
+    before = signal.getsignal(signal.SIGINT)
+    listening = threading.current_thread() is threading.main_thread() and callable(before)  # else it is ignored, as by nohup
+    if listening:
+        signal.signal(signal.SIGINT, notice)
+    try:
+        with progress:
+            yield checked
+    finally:
+        if listening:
+            signal.signal(signal.SIGINT, before)
 
 
 class _Progress:

@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import processes
@@ -51,6 +52,33 @@ def write_source(directory, model_config=None):
 def convert(source, target, **options) -> None:
     from dspark_jax.convert_command import convert_checkpoint
     convert_checkpoint(source, target, unit_bytes=UNIT_BYTES, **options)
+
+
+def command(*arguments) -> int:
+    """`dspark convert ARGUMENTS...`; errors are raised."""
+    import argparse
+
+    from dspark_jax import convert_command
+    parser = argparse.ArgumentParser()
+    convert_command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["convert", *map(str, arguments)])
+    return args.run(args)
+
+
+def copied(directory, tmp_path, name="copy"):
+    return shutil.copytree(directory, tmp_path / name)
+
+
+def flip(target) -> None:
+    """Changes one bit of the largest file of a conversion."""
+    path = largest_file(target)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+
+
+def largest_file(target):
+    return max(target.rglob("d/*"), key=lambda path: path.stat().st_size)
 
 
 def stop_after(monkeypatch, count) -> None:
@@ -113,6 +141,14 @@ def meshes(source, target) -> None:
     print(json.dumps({"wrong": wrong, "count": count}))
 
 
+def replicated(source, directory) -> None:
+    """Converts on meshes of 4 devices that do not cut everything, or nothing."""
+    from dspark_jax.sharding import make_mesh
+    for data, model in ((1, 4), (2, 2), (4, 1)):
+        convert(source, Path(directory) / f"{data}x{model}", mesh=make_mesh(data, model))
+    print(json.dumps({}))
+
+
 def die(source, target, moment: str, count: str) -> None:
     """Kills itself at the count-th time that the conversion comes to `moment`, a function of checkpoints.convert."""
     import signal
@@ -167,10 +203,10 @@ def peak(reset: bool = False) -> int:
     return int(lines["VmHWM"].split()[0]) * 1024
 
 
-def process(source, target, port: str, index: str, dies: str = "") -> None:
+def process(source, target, port: str, index: str, dies: str = "", mesh: str = "") -> None:
     """`dspark convert` as one of two processes with 2 devices each; prints the bytes that it read of routed experts' codes.
 
-    dies: "PROCESS:COUNT", which process kills itself at the beginning of which unit, counted from 1.
+    dies: "PROCESS:COUNT", which process kills itself at the beginning of which unit, counted from 1. mesh: "": the command's own.
     """
     import functools
     import signal
@@ -195,10 +231,10 @@ def process(source, target, port: str, index: str, dies: str = "") -> None:
     SafetensorsFile.read, convert.write_unit = counted, dying
     convert_command.convert_checkpoint = functools.partial(convert_command.convert_checkpoint, unit_bytes=UNIT_BYTES)
     status = cli.main(["convert", source, target, "--coordinator", f"localhost:{port}", "--process-id", index, "--num-processes",
-                       "2"])
+                       "2", *(["--mesh", mesh] if mesh else [])])
     print(json.dumps({"experts": sum(sizes)}))
     sys.exit(status)
 
 
 if __name__ == "__main__":
-    processes.main(meshes=meshes, die=die, memory=memory, process=process)
+    processes.main(meshes=meshes, replicated=replicated, die=die, memory=memory, process=process)

@@ -1,5 +1,7 @@
 """Conversion by several processes: each reads its part, all must see the same files, and one that dies is named."""
 
+import json
+
 import jax
 import pytest
 
@@ -19,9 +21,21 @@ def test_two_processes_read_halves_and_write_the_same(source, held, tmp_path):
     conversion.verify(tmp_path / "new")
 
 
-def two_processes(source, target, dies=""):
+def two_processes(source, target, dies="", mesh=""):
     port = free_port()
-    return [parts.start(2, "process", source, target, port, index, dies) for index in range(2)]
+    return [parts.start(2, "process", source, target, port, index, dies, mesh) for index in range(2)]
+
+
+def test_parts_that_several_devices_hold_are_counted_once(source, held, tmp_path):
+    """Bits and checksums are the same whatever the mesh: in one process of 4 devices, and in two that each hold everything."""
+    parts.result(parts.start(4, "replicated", source, tmp_path))
+    for running in two_processes(source, tmp_path / "two", mesh="2x2"):
+        parts.result(running)
+    units = [json.loads((tmp_path / name / MANIFEST).read_text())["units"] for name in ("1x4", "2x2", "4x1", "two")]
+    assert all(described == units[0] for described in units)
+    for name in ("1x4", "2x2", "4x1", "two"):
+        assert parts.contents(tmp_path / name) == held
+        conversion.verify(tmp_path / name)
 
 
 def test_one_of_two_processes_dies_and_one_process_goes_on(source, held, tmp_path):

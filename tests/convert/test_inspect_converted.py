@@ -78,5 +78,5 @@ def test_what_cannot_be_loaded_is_said(converted, tmp_path, capsys):
     assert cli.main(["inspect", str(ours), "--json"]) == 1
     assert f"missing: {lost}" in json.loads(capsys.readouterr().out)["problem"]
     (ours / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="unfinished conversion"):
+    with pytest.raises(CheckpointError, match="has lost its manifest.json"):
         inspect_checkpoint(ours)
