@@ -95,8 +95,8 @@ def _check_recording(args: argparse.Namespace, gate: GateConfig) -> None:
     if path.is_dir():
         raise ConfigError(f"--record {path}: this is a directory; name a file in it")
     if args.max_new_tokens == 1:
-        raise ConfigError("--record with --max-new-tokens 1: the first token comes from the prompt alone, so there is no round to record; "
-                          "ask for more tokens")
+        raise ConfigError("--record with --max-new-tokens 1: the first token comes from the prompt alone, so there is no round to "
+                          "record; ask for more tokens")
 
 
 class _Session:
@@ -178,7 +178,8 @@ def _read_prompt(args: argparse.Namespace) -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise PromptError(f"standard input is not valid {error.encoding}: {error.reason} at byte {error.start}; give text in UTF-8") from None
+        raise PromptError(f"standard input is not valid {error.encoding}: {error.reason} at byte {error.start}; "
+                          "give text in UTF-8") from None
 
 
 def _stop_ids(model, stops: list[str] | None) -> list[int] | None:
