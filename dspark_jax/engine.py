@@ -249,8 +249,8 @@ def _refuse_damaged_drafts(record: RoundRecord | None, prompt: int, position: in
     """A drafter that is not finite is never right: all rounds would be slow and, as the tokens stay right, nobody would know why."""
     if record is not None and record.confidence is not None and not np.isfinite(record.confidence).all():
         raise NumericsError(f"prompt {prompt}: the drafts of the round at position {position} are not finite (NaN or infinity), while "
-                            "the main model's logits are: a tensor under mtp.* (the drafter) or its noise token's embedding is damaged; fetch the "
-                            "checkpoint again, or decode without the drafter, mode='plain'")
+                            "the main model's logits are: a tensor under mtp.* (the drafter) or the embedding of its noise token is "
+                            "damaged; fetch the checkpoint again, or decode without the drafter, mode='plain'")
 
 
 def as_data(number) -> np.ndarray:
