@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import dspark_jax as dspark
 from golden_parts import play
+from round_parts import compilations, scripted
 from support import golden_arrays, golden_model
 
 # Each line is run by one process. What takes longest begins first; files that are not named follow, each on its own.
@@ -17,7 +19,7 @@ TOGETHER = (
     ("test_distributed",),
     ("test_drafter", "test_goldens_float", "test_nan_weights", "test_round", "test_sequence", "test_state_prefill"),
     ("test_goldens_reference", "test_state_bounds", "test_state_streams", "test_storage"),
-    ("test_generate",),
+    ("test_generate", "test_generate_faults"),
     ("test_state_rejection", "test_state_rings"),
     ("test_matrix",),
     ("test_compile",),
@@ -80,3 +82,28 @@ def played_float(golden_float, expected_float):
 @pytest.fixture(scope="session")
 def played_reference(golden_reference, expected_reference):
     return [play(golden_reference, expected_reference, prompt) for prompt in range(3)]
+
+
+@pytest.fixture(scope="session")
+def scripted_model(golden_reference):
+    """The golden model with activation quantisation and a drafter that says what a test wants."""
+    return scripted(golden_reference)
+
+
+@pytest.fixture(scope="session")
+def prompts(expected_reference):
+    """The three golden prompts."""
+    return [expected_reference[f"p{i}.ids"].tolist() for i in range(3)]
+
+
+@pytest.fixture(scope="session")
+def plain_run(scripted_model, prompts):
+    """The first run of the scripted model, and what it compiled."""
+    with compilations() as compiled:
+        return dspark.generate(scripted_model, prompts, 75, "plain", stop_token_ids=[]), compiled
+
+
+@pytest.fixture(scope="session")
+def plain(plain_run):
+    """The plain streams of the three prompts: 75 tokens each."""
+    return plain_run[0].tokens

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import dspark_jax as dspark
 from dspark_jax.drafter import Draft
 from support import MAX_SEQ_LEN
 
@@ -126,3 +127,9 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def continuation(model, prompt, length, mode, **options):
+    """The tokens and the records of one prompt."""
+    out = dspark.generate(model, prompt, length, mode, **({"stop_token_ids": []} | options))
+    return out.tokens[0], out.rounds[0]
