@@ -24,7 +24,7 @@ def test_embedded_checkpoint_on_four_devices():
     finish(start("mesh_parts.py", 4, "embedded", "1x4"))
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", [pytest.param(check, marks=pytest.mark.heavy if check == "2x2, reference" else ()) for check in CHECKS])
 def test_on_four_devices(check):
     finish(start("mesh_parts.py", 4, *CHECKS[check]))
 

@@ -34,6 +34,14 @@ def stream(kind: int, tokens: int = 400) -> data.Stream:
     return data.Stream(ids.astype(np.uint16), np.arange(0, tokens, 7))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """Programs that run a few small steps take longer to optimise than to run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def corpus() -> data.Corpus:
     streams = {kind: stream(i) for i, kind in enumerate(data.MIXTURE)}

@@ -26,6 +26,7 @@ def two_processes(source, target, dies="", mesh=""):
     return [parts.start(2, "process", source, target, port, index, dies, mesh) for index in range(2)]
 
 
+@pytest.mark.heavy
 def test_parts_that_several_devices_hold_are_counted_once(source, held, tmp_path):
     """Bits and checksums are the same whatever the mesh: in one process of 4 devices, and in two that each hold everything."""
     parts.result(parts.start(4, "replicated", source, tmp_path))
