@@ -265,4 +265,4 @@ def _padded_size(count: int) -> int:
 
 def _not_finite(prompt: int, position: int) -> str:
     return (f"prompt {prompt}: the logits at position {position} are not finite (NaN or infinity); the weights or the computation "
-            "are damaged: check the checkpoint with `dspark inspect`, and try dtype='float32'")
+            "are damaged: fetch the checkpoint again, and try dtype='float32'")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dspark_jax import costs
 from dspark_jax.distributed import add_options, command_mesh, run_command, wanted
-from dspark_jax.errors import ConfigError, PromptError
+from dspark_jax.errors import ConfigError, DsparkError, PromptError
 from dspark_jax.gate import GateConfig
 from dspark_jax.request import check_text
 from dspark_jax.round import MODES
@@ -123,6 +123,10 @@ class _Session:
                         break
         except KeyboardInterrupt:
             self.interrupted = True
+        except DsparkError:
+            if self.show and self.text:
+                print(flush=True)  # the error begins a line of its own
+            raise
         self.finished.finished = not self.interrupted
         self.finished.seconds = time.perf_counter() - started
         self.finished.gate_state = self.engine.gate_of(0)
