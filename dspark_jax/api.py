@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,9 @@ def commit(cache: Cache, n) -> Cache:
 
     Raises PromptError for another shape, for what is no integer, and for a negative number that the host knows.
     """
-    if not isinstance(n, jax.Array):  # what the device holds is not waited for
+    if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(n)):
+        n = jnp.asarray(n)
+    elif not isinstance(n, jax.Array):  # what the device holds is not waited for
         n = _array("commit: n", n)
     batch = cache.position.shape[0]
     if n.shape != (batch,):
@@ -89,8 +92,11 @@ def draft(model: Model, cache: Cache, token, hidden=None, count: int | None = No
     Raises PromptError for a token or a hidden of another shape than the cache's streams need, and for ids outside the vocabulary.
     """
     most = model.config.dspark_block_size
-    count = most if count is None else count
-    if not isinstance(count, (int, np.integer)) or not 1 <= count <= most:
+    try:
+        count = most if count is None else operator.index(count)
+    except TypeError:
+        raise ConfigError(f"count: {count!r} is not an integer; use 1 to {most}") from None
+    if not 1 <= count <= most:
         raise ConfigError(f"count: {count} drafts asked for, dspark_block_size is {most}; use 1 to {most}")
     token, batch = _array("draft: token", token), cache.position.shape[0]
     if token.shape != (batch,):

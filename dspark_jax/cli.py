@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
 
@@ -24,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def entry() -> int:
-    """The command's own process: what this process's programs need is set before jax uses a device."""
+    """The command's own process: what its programs need is set before jax uses a device, and warnings are one line."""
+    warnings.formatwarning = lambda message, *_: f"dspark: {message}\n"
     from dspark_jax.platform import require_equal_bits
     require_equal_bits()
     return main()

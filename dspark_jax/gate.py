@@ -295,7 +295,8 @@ def _problem(name, value):
         return f"{value!r} is not a number"
     number = float(value) if is_finite(value) else math.inf
     if not abs(number) <= FLOAT32_MAX:
-        return f"{value!r} is not a finite number of float32"
+        shown = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else repr(value)
+        return f"{shown} is not a finite number of float32"
     if name == "min_draft":
         return None if number >= 0 and number.is_integer() else f"{value!r} must be a whole number, 0 or more"
     if name == "decay":
@@ -308,7 +309,7 @@ def _problem(name, value):
 def _is_number(value):
     """A Python number or an array of one."""
     if isinstance(value, (np.ndarray, jax.Array)):
-        return value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating))
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -66,5 +66,6 @@ def test_commit_takes_what_holds_integers(caches):
 def test_commit_can_be_traced(caches):
     moved = jax.jit(lambda cache, n: dspark.commit(cache, n).position)(caches[2], np.array([2, 0], np.int32))
     assert moved.tolist() == [5, 3]
+    assert jax.jit(dspark.commit)(caches[2], [2, 0]).position.tolist() == [5, 3]  # a list of traced numbers
     with pytest.raises(dspark.PromptError, match="does not fit a cache of 2 streams"):
         jax.eval_shape(dspark.commit, caches[2], np.array([2], np.int32))

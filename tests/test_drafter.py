@@ -233,15 +233,16 @@ def test_fewer_drafts_are_the_leading_ones(golden_float, played_float, expected_
     cache, token = played_float[1].caches[9], expected_float["d1.committed"]
     whole = dspark.draft(golden_float, cache, token)
     for count in range(1, K + 1):
-        fewer = dspark.draft(golden_float, cache, token, count=count)
+        fewer = dspark.draft(golden_float, cache, token, count=jnp.int32(count))
         assert fewer.tokens.shape == (1, count)
         for name in ("tokens", "logits", "confidence"):
             assert np.array_equal(getattr(fewer, name), getattr(whole, name)[:, :count])
 
 
-@pytest.mark.parametrize("count", [K + 1, 0, -1, 2.5])
-def test_more_drafts_than_the_block_are_refused(golden_float, played_float, count):
-    with pytest.raises(dspark.ConfigError, match=re.escape(f"count: {count} drafts asked for, dspark_block_size is {K}")):
+@pytest.mark.parametrize("count, problem", [*((n, f"{n} drafts asked for, dspark_block_size is {K}") for n in (K + 1, 0, -1)),
+                                            (2.5, "2.5 is not an integer"), (jnp.float32(2), "is not an integer")])
+def test_more_drafts_than_the_block_are_refused(golden_float, played_float, count, problem):
+    with pytest.raises(dspark.ConfigError, match=f"count: .*{re.escape(problem)}"):
         dspark.draft(golden_float, played_float[1].caches[0], [1], count=count)
 
 
