@@ -3,9 +3,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from checkpoints.orbax_io import UNIT_BYTES
 from dspark_jax.config import ModelConfig
 from dspark_jax.distributed import add_options, command_mesh, losses_explained, run_command, wanted
 from dspark_jax.errors import ConfigError
+from dspark_jax.interrupts import noticed
 from dspark_jax.loading import expected_tensors, read_tokenizer, record_leaves
 from dspark_jax.sharding import check_mesh, check_processes, single_device
 from dspark_jax.sources import read_official
@@ -93,32 +92,14 @@ def _run(args: argparse.Namespace, speaks: bool) -> int:
 
 @contextlib.contextmanager
 def _interruptible(progress: _Progress) -> Iterator[conversion.Progress]:
-    """`progress`, shown; after Ctrl-C its next call, which comes between units, raises KeyboardInterrupt.
+    """`progress`, shown; after Ctrl-C its next call, which comes between units, raises KeyboardInterrupt if nothing did before."""
+    with noticed() as interrupt, progress:
+        def checked(done: int, total: int) -> None:
+            if interrupt.seen:
+                raise KeyboardInterrupt
+            progress(done, total)
 
-    Ctrl-C raises at once as always too, but within a callback of the runtime Python drops the exception.
-    """
-    interrupted = False
-
-    def notice(number, frame):
-        nonlocal interrupted
-        interrupted = True
-        raise KeyboardInterrupt
-
-    def checked(done: int, total: int) -> None:
-        if interrupted:
-            raise KeyboardInterrupt
-        progress(done, total)
-
-    before = signal.getsignal(signal.SIGINT)
-    listening = threading.current_thread() is threading.main_thread() and callable(before)  # else it is ignored, as by nohup
-    if listening:
-        signal.signal(signal.SIGINT, notice)
-    try:
-        with progress:
-            yield checked
-    finally:
-        if listening:
-            signal.signal(signal.SIGINT, before)
+        yield checked
 
 
 class _Progress:

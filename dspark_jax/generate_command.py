@@ -2,13 +2,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import re
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from dspark_jax import costs
 from dspark_jax.distributed import add_options, command_mesh, run_command, wanted
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
 from dspark_jax.gate import GateConfig
+from dspark_jax.interrupts import noticed
 from dspark_jax.request import check_text
 from dspark_jax.round import MODES
 
@@ -113,14 +111,15 @@ class _Session:
         self.finished = PromptRun(len(self.request.prompts[0]))
         started = time.perf_counter()
         try:
-            with self._noticing_interrupts():
+            with noticed() as interrupt:
                 for event in self.events:
                     self.finished.add(event.tokens, event.record)
                     self.text.append(event.text or "")
                     if self.show:
                         print(event.text if event.text is not None else " ".join(map(str, event.tokens)) + " ", end="", flush=True)
-                    if self.interrupted:
+                    if interrupt.seen:
                         break
+            self.interrupted = interrupt.seen
         except KeyboardInterrupt:
             self.interrupted = True
         except DsparkError:
@@ -130,22 +129,6 @@ class _Session:
         self.finished.finished = not self.interrupted
         self.finished.seconds = time.perf_counter() - started
         self.finished.gate_state = self.engine.gate_of(0)
-
-    @contextlib.contextmanager
-    def _noticing_interrupts(self):
-        """Ctrl-C raises as always, and is remembered too: raised within a callback of the runtime, the exception is dropped."""
-        def notice(number, frame):
-            self.interrupted = True
-            raise KeyboardInterrupt
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, notice)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def result(self) -> dict:
         """What --json prints."""

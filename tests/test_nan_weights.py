@@ -1,4 +1,4 @@
-"""A damaged weight must show: any tensor that is NaN makes the logits (or the draft's logits or confidence) NaN, wherever it is used.
+"""A damaged weight must show: any tensor of the main model that is NaN makes the logits NaN (the drafter's: test_generate_faults.py).
 
 Values that only choose (scores of the indexer and of the router) would else change the output without a word.
 """
@@ -7,7 +7,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 import dspark_jax as dspark
@@ -26,18 +25,9 @@ def with_nan(model, place: int):
     return dataclasses.replace(model, module=nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)))
 
 
-@pytest.mark.parametrize("part", ["main", "drafter"])
-def test_every_tensor_shows(golden_float, expected_float, part):
+def test_every_tensor_shows(golden_float, expected_float):
     ids = expected_float["p2.ids"].tolist()  # 41 tokens, 10 entries of which the indexer chooses 4
     assert len(ids) > 4 * golden_float.config.index_topk
-    seen = {name: place for name, place in floats(golden_float).items() if name.startswith(f"['{part}']")}
-    silent = [name for name, place in seen.items() if not shows(with_nan(golden_float, place), ids, part)]
-    assert len(seen) > 25 and silent == []
-
-
-def shows(model, ids, part: str) -> bool:
-    logits, _, cache = dspark.prefill(model, ids[:-1])
-    if part == "main":
-        return bool(np.isnan(logits[0, -1]).all())
-    draft = dspark.draft(model, cache, ids[-1:])
-    return bool(np.isnan(draft.logits).any() or np.isnan(draft.confidence).any()) and bool(np.isfinite(logits).all())
+    seen = {name: place for name, place in floats(golden_float).items() if name.startswith("['main']")}
+    silent = [name for name, place in seen.items() if not np.isnan(dspark.prefill(with_nan(golden_float, place), ids)[0][0, -1]).all()]
+    assert len(seen) > 100 and silent == []

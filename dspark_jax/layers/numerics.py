@@ -54,7 +54,7 @@ def dot(x: jax.Array, weight: nnx.Variable) -> jax.Array:
     """
     if isinstance(weight, ColumnsFirst):
         return dot_columns(x, weight.columns)
-    return _dot(x, weight[...], 1)
+    return _dot(x, weight[...])
 
 
 def dot_parts(parts: list[jax.Array], weight: nnx.Variable) -> jax.Array:
@@ -62,7 +62,7 @@ def dot_parts(parts: list[jax.Array], weight: nnx.Variable) -> jax.Array:
     if isinstance(weight, ColumnsFirst):
         return dot(jnp.concatenate(parts, axis=-1), weight)
     width = parts[0].shape[-1]
-    return sum(_dot(part, weight[:, i * width:(i + 1) * width], 1) for i, part in enumerate(parts))
+    return sum(_dot(part, weight[:, i * width:(i + 1) * width]) for i, part in enumerate(parts))
 
 
 def dot_columns(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -70,6 +70,6 @@ def dot_columns(x: jax.Array, weight: jax.Array) -> jax.Array:
     return products.dot_columns(x, weight, longest_sum())
 
 
-def _dot(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())), precision=precision(x),
+def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision(x),
                                preferred_element_type=jnp.float32)
