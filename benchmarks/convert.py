@@ -59,8 +59,8 @@ def config(gb: float = 4.0):
 
 
 def generate(path: str, gb: float) -> None:
-    from checkpoints.synthetic import write_synthetic
-    from dspark_jax.loading import expected_tensors
+    from dspark_jax.checkpoints.synthetic import write_synthetic
+    from dspark_jax.loading.load import expected_tensors
     write_synthetic(path, config(gb).to_dict(), expected_tensors(config(gb)).values(), max_shard_bytes=1_000_000_000)
 
 
@@ -77,15 +77,15 @@ def child(what: str, *arguments: str) -> None:
 
 
 def convert(official: str, target: str) -> dict:
-    from dspark_jax.convert_command import convert_checkpoint
-    from dspark_jax.sharding import make_mesh
+    from dspark_jax.loading.conversion import convert_checkpoint
+    from dspark_jax.runtime.sharding import make_mesh
     with Curve() as curve:
         convert_checkpoint(official, target, make_mesh(1, 4), lambda *done: print(*done, file=sys.stderr, flush=True))
     return curve.summary(0)
 
 
 def verify(target: str) -> dict:
-    from checkpoints.convert import verify as check
+    from dspark_jax.checkpoints.convert import verify as check
     with Curve() as curve:
         check(target)
     return curve.summary(0)
@@ -95,12 +95,12 @@ def load(target: str) -> dict:
     from flax import nnx
     import jax
 
-    from checkpoints.orbax_io import ConvertedCheckpoint
+    from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint
     from dspark_jax.config import ModelConfig
-    from dspark_jax.layers.numerics import Numerics
-    from dspark_jax.loading import DSpark
-    from dspark_jax.sharding import make_mesh
-    from dspark_jax.sources import ConvertedSource
+    from dspark_jax.model.layers.numerics import Numerics
+    from dspark_jax.loading.load import DSpark
+    from dspark_jax.runtime.sharding import make_mesh
+    from dspark_jax.loading.sources import ConvertedSource
     checkpoint, numerics = ConvertedCheckpoint.open(target), Numerics("bfloat16", True, make_mesh(1, 4))
     with Curve() as curve:
         module = DSpark(ModelConfig.from_dict(checkpoint.config_dict), numerics, ConvertedSource(checkpoint, numerics, True))
@@ -111,7 +111,7 @@ def load(target: str) -> dict:
 def compare(a: str, b: str) -> dict:
     import numpy as np
 
-    from checkpoints.orbax_io import ConvertedCheckpoint
+    from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint
     a, b = ConvertedCheckpoint.open(a), ConvertedCheckpoint.open(b)
     assert a.leaves() == b.leaves() and a.checksums == b.checksums
     different = 0

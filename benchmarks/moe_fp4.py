@@ -64,7 +64,7 @@ def packed_experts(experts):
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import Experts
+    from dspark_jax.pallas_kernels import Experts
 
     keys = jax.random.split(jax.random.key(0), 4)
     packed = lambda key, *shape: jax.random.bits(key, shape, jnp.uint8)
@@ -81,7 +81,7 @@ def dequantised(packed):
     """Expert by expert, so that only the result is large."""
     import jax
 
-    from pallas_kernels import Experts, fp4
+    from dspark_jax.pallas_kernels import Experts, fp4
 
     table = jax.jit(lambda w, s: jax.lax.map(lambda ws: fp4.dequantise(*ws), (w, s)))
     return Experts(table(packed.w13, packed.s13), None, table(packed.w2, packed.s2), None)
@@ -91,8 +91,8 @@ def op(*arguments):
     """The program of the op as the library compiles it."""
     import jax
 
-    from dspark_jax.platform import compiler_options
-    from pallas_kernels import moe_fp4
+    from dspark_jax.runtime.backend import compiler_options
+    from dspark_jax.pallas_kernels import moe_fp4
 
     function = functools.partial(moe_fp4, swiglu_limit=LIMIT, regime="decode", backend="xla")
     return jax.jit(function, compiler_options=compiler_options()).lower(*arguments).compile()
@@ -102,8 +102,8 @@ def einsum_of_active(x, routed, w13, s13, w2, s2):
     """x [T, D], routed [T, n] (a row's weight of each of the n active experts, else zero), the packed tables of these experts."""
     import jax.numpy as jnp
 
-    from pallas_kernels import fp4
-    from pallas_kernels.expert import gated
+    from dspark_jax.pallas_kernels import fp4
+    from dspark_jax.pallas_kernels.expert import gated
 
     dot = functools.partial(jnp.einsum, precision="highest")
     gate, up = jnp.split(dot("td,efd->tef", x, fp4.dequantise(w13, s13)), 2, axis=-1)

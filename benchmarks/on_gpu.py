@@ -14,31 +14,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import Experts, gpu, oracle
-from pallas_kernels.routing import Held
+from dspark_jax.pallas_kernels import Experts, pallas_triton, oracle
+from dspark_jax.pallas_kernels.routing import Held
 
 LIMIT = 10.0
 REAL = dict(width=4096, inner=2048, experts=64, routes=6)  # one device's share of the 256 experts of a layer
 SMALL = dict(width=512, inner=256, experts=8, routes=4)
 BLOCKS = [
-    gpu.DECODE,
-    gpu.PREFILL,
-    gpu.Blocks(16, 64, 256, 4, 4),
-    gpu.Blocks(8, 64, 256, 4, 3),
-    gpu.Blocks(8, 16, 128, 1, 3),
-    gpu.Blocks(16, 32, 512, 2, 2),
-    gpu.Blocks(16, 64, 64, 4, 3),
-    gpu.Blocks(16, 128, 128, 8, 3),
-    gpu.Blocks(32, 32, 128, 4, 3),
-    gpu.Blocks(64, 128, 64, 8, 2),
+    pallas_triton.DECODE,
+    pallas_triton.PREFILL,
+    pallas_triton.Blocks(16, 64, 256, 4, 4),
+    pallas_triton.Blocks(8, 64, 256, 4, 3),
+    pallas_triton.Blocks(8, 16, 128, 1, 3),
+    pallas_triton.Blocks(16, 32, 512, 2, 2),
+    pallas_triton.Blocks(16, 64, 64, 4, 3),
+    pallas_triton.Blocks(16, 128, 128, 8, 3),
+    pallas_triton.Blocks(32, 32, 128, 4, 3),
+    pallas_triton.Blocks(64, 128, 64, 8, 2),
 ]
 CANDIDATES = {
     "decode": [
-        gpu.Blocks(*b)
+        pallas_triton.Blocks(*b)
         for b in ((8, 64, 256, 4, 3), (8, 32, 256, 2, 3), (8, 64, 256, 4, 2), (8, 128, 256, 8, 2), (8, 64, 512, 4, 2))
     ],
     "prefill": [
-        gpu.Blocks(*b)
+        pallas_triton.Blocks(*b)
         for b in (
             (64, 64, 128, 4, 3),
             (64, 64, 256, 4, 3),
@@ -81,7 +81,7 @@ def check_blocks(blocks, seeds, interpret, activation_quant=False):
     """Worst errors of one choice of tile sizes, all assertions made on the way."""
     run = jax.jit(
         functools.partial(
-            gpu.moe_fp4_gpu,
+            pallas_triton.moe_fp4_gpu,
             swiglu_limit=LIMIT,
             here=Held(0, SMALL["experts"]),
             activation_quant=activation_quant,
@@ -186,9 +186,9 @@ def speed(rows, experts, size, blocks, regime, interpret, whole_too, calls=4, lo
     options = dict(swiglu_limit=LIMIT, activation_quant=False, blocks=blocks, interpret=interpret)
     moved = np.mean([len(np.unique(b[1])) for b in batches]) * sum(a[0].nbytes for a in experts)
 
-    prepare = jax.jit(lambda *b: gpu.prepare(*b, here, False, blocks, interpret)[0])
-    kernels = lambda work, experts, zero: gpu.run_tiles(work._replace(slot_weight=work.slot_weight + zero), experts, **options)
-    whole = lambda b, experts, zero: gpu.moe_fp4_gpu(*b[:2], b[2] + zero, b[3], experts, here=here, regime=regime, **options)
+    prepare = jax.jit(lambda *b: pallas_triton.prepare(*b, here, False, blocks, interpret)[0])
+    kernels = lambda work, experts, zero: pallas_triton.run_tiles(work._replace(slot_weight=work.slot_weight + zero), experts, **options)
+    whole = lambda b, experts, zero: pallas_triton.moe_fp4_gpu(*b[:2], b[2] + zero, b[3], experts, here=here, regime=regime, **options)
     time_of = lambda call, items: seconds(repeated(call, loops), items, experts) / (calls * loops)
     return time_of(kernels, [prepare(*b) for b in batches]), time_of(whole, batches) if whole_too else None, moved
 
@@ -205,7 +205,7 @@ def main():
     print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
 
     report, failed = [], False
-    for blocks, quant in [(gpu.DECODE, True), *((b, False) for b in (BLOCKS[:2] if options.dry_run else BLOCKS))]:
+    for blocks, quant in [(pallas_triton.DECODE, True), *((b, False) for b in (BLOCKS[:2] if options.dry_run else BLOCKS))]:
         start = time.perf_counter()
         try:
             worst = check_blocks(blocks, options.seeds, options.dry_run, quant)
@@ -219,7 +219,7 @@ def main():
     experts = table(jax.random.key(0), **size)
     bandwidth = copy_bandwidth(1 if options.dry_run else 2048)
     speeds = []
-    chosen = {"decode": gpu.DECODE, "prefill": gpu.PREFILL}
+    chosen = {"decode": pallas_triton.DECODE, "prefill": pallas_triton.PREFILL}
     trials = [
         (regime, blocks, rows)
         for regime in list(CANDIDATES) * options.tune
@@ -230,7 +230,7 @@ def main():
         trials + [(regime, chosen[regime], rows) for regime in chosen for rows in ROWS[regime]]
     ):
         start = time.perf_counter()
-        fitted = gpu.blocks_for(regime, experts, blocks)
+        fitted = pallas_triton.blocks_for(regime, experts, blocks)
         times = speed(
             rows, experts, size, fitted, regime, options.dry_run, number >= len(trials), calls=4 if regime == "decode" else 1
         )

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,14 +25,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from checkpoints.checksum import checksum, total
-from checkpoints.official import OfficialCheckpoint
-from checkpoints.orbax_io import (FORMAT, MANIFEST, STATE, UNIT_BYTES, UNITS, ConvertedCheckpoint, Leaf, Piece, Unit,
+from dspark_jax.checkpoints.checksum import checksum, total
+from dspark_jax.checkpoints.official import OfficialCheckpoint
+from dspark_jax.checkpoints.orbax_io import (FORMAT, MANIFEST, STATE, UNIT_BYTES, UNITS, ConvertedCheckpoint, Leaf, Piece, Unit,
                                   describe, lost_files, plan_units, quiet_orbax, raise_damaged, read_manifest, read_object,
                                   sha256, understand, write_unit)
-from checkpoints.placing import Bounds, first_owners, place
-from dspark_jax.errors import CheckpointError
-from dspark_jax.sharding import RULES
+from dspark_jax.checkpoints.placing import Bounds, first_owners, place
+from dspark_jax.checkpoints.errors import CheckpointError
 
 LOCK, DONE = ".lock", ".done"
 TEXTS = ("config.json", "tokenizer.json")  # copied as they are
@@ -41,11 +40,12 @@ Progress = Callable[[int, int], None]
 
 
 def convert(checkpoint: OfficialCheckpoint, target: str | Path, leaves: Iterable[Leaf], read: Read, mesh: Mesh,
-            progress: Progress | None = None, unit_bytes: int = UNIT_BYTES) -> None:
+            rules: Mapping[str, str], progress: Progress | None = None, unit_bytes: int = UNIT_BYTES) -> None:
     """Writes the converted checkpoint `target`, or what is missing of it.
 
     leaves: what to store. read(leaf, bounds, out): writes a slice of one into `out`; called for what this process's devices hold.
     mesh: the devices whose processes share the work; the result does not depend on it.
+    rules: logical axis of a leaf -> axis of the mesh that it is cut over; an axis that is absent is not cut.
     progress: called with (bytes done, bytes in all), bytes of what is written.
     Raises CheckpointError when the target cannot be written, holds something else, or the source is damaged or changes.
     """
@@ -62,7 +62,7 @@ def convert(checkpoint: OfficialCheckpoint, target: str | Path, leaves: Iterable
             for unit in left:
                 if progress is not None:
                     progress(written, needed)
-                _convert_unit(target, unit, read, mesh)
+                _convert_unit(target, unit, read, mesh, rules)
                 _trim_memory()
                 written += unit.nbytes
             _finish(target, checkpoint, state, units)
@@ -98,10 +98,10 @@ def fingerprint(checkpoint: OfficialCheckpoint) -> dict[str, Any]:
     return {"config": sha256((checkpoint.path / "config.json").read_bytes()), "files": files}
 
 
-def _convert_unit(target: Path, unit: Unit, read: Read, mesh: Mesh) -> None:
+def _convert_unit(target: Path, unit: Unit, read: Read, mesh: Mesh, rules: Mapping[str, str]) -> None:
     arrays, sums = {}, []
     for piece in unit.pieces:
-        array, own = _array(piece, read, mesh)
+        array, own = _array(piece, read, mesh, rules)
         arrays[piece.leaf.name] = array
         sums.append(own)
     sums = _added_up(sums)
@@ -114,7 +114,7 @@ def _convert_unit(target: Path, unit: Unit, read: Read, mesh: Mesh) -> None:
             _write_json(target / UNITS / f"{unit.name}{DONE}", describe(unit, checksums))
 
 
-def _array(piece: Piece, read: Read, mesh: Mesh) -> tuple[jax.Array | np.ndarray, int]:
+def _array(piece: Piece, read: Read, mesh: Mesh, rules: Mapping[str, str]) -> tuple[jax.Array | np.ndarray, int]:
     """The piece over the mesh, and the checksum of the parts that this process owns.
 
     What a mesh does not cut is an array of the host's that process 0 reads and Orbax writes there. (As a replicated jax.Array
@@ -135,7 +135,7 @@ def _array(piece: Piece, read: Read, mesh: Mesh) -> tuple[jax.Array | np.ndarray
         owned = {whole}
         array = part(whole) if jax.process_index() == 0 else np.zeros(piece.shape, jnp.dtype(leaf.dtype))
     else:
-        where = NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) for axis in leaf.axes)))
+        where = NamedSharding(mesh, PartitionSpec(*(rules.get(axis) for axis in leaf.axes)))
         owned = first_owners(piece.shape, where)
         array = place(piece.shape, where, part)
     return array, total(sums)

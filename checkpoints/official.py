@@ -26,10 +26,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints import formats
-from checkpoints.safetensors_file import Entry, SafetensorsFile
-from dspark_jax.config import read_json
-from dspark_jax.errors import CheckpointError, ConfigError
+from dspark_jax.checkpoints import formats
+from dspark_jax.checkpoints.safetensors_file import Entry, SafetensorsFile
+from dspark_jax.checkpoints.json_file import read_json
+from dspark_jax.checkpoints.errors import CheckpointError, ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = {"bf16": ("BF16", ml_dtypes.bfloat16), "f32": ("F32", np.float32), "i64": ("I64", np.int64)}

@@ -26,10 +26,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.checksum import checksum
-from checkpoints.official import INDEX, LONGEST_LIST, SINGLE, raise_checkpoint_error, read_config
-from checkpoints.placing import Bounds
-from dspark_jax.errors import CheckpointError
+from dspark_jax.checkpoints.checksum import checksum
+from dspark_jax.checkpoints.official import INDEX, LONGEST_LIST, SINGLE, raise_checkpoint_error, read_config
+from dspark_jax.checkpoints.placing import Bounds
+from dspark_jax.checkpoints.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, UNITS = "manifest.json", "units"

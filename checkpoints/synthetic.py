@@ -15,9 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints import formats
-from checkpoints.official import TensorSpec
-from checkpoints.writer import write_official
+from dspark_jax.checkpoints import formats
+from dspark_jax.checkpoints.official import TensorSpec
+from dspark_jax.checkpoints.writer import write_official
 
 BLOCK_BYTES = 32 << 20  # random numbers drawn at a time; the working memory is a few times this
 ROWS = formats.FP8_BLOCK  # blocks of rows are whole quantisation blocks

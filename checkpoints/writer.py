@@ -16,10 +16,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints import formats
-from checkpoints.official import INDEX, SINGLE, TensorSpec, raise_checkpoint_error
-from checkpoints.safetensors_file import BITS
-from dspark_jax.errors import CheckpointError
+from dspark_jax.checkpoints import formats
+from dspark_jax.checkpoints.official import INDEX, SINGLE, TensorSpec, raise_checkpoint_error
+from dspark_jax.checkpoints.safetensors_file import BITS
+from dspark_jax.checkpoints.errors import CheckpointError
 
 # Larger elements first: tensors then begin at multiples of their element size, which other readers need.
 _ORDER = {"i64": 0, "f32": 1, "bf16": 2, "fp8": 3, "fp4": 3}

@@ -1,15 +1,51 @@
-"""DeepSeek-V4-Flash with its DSpark draft module in JAX: speculative decoding that never changes the output."""
-from dspark_jax import gate
-from dspark_jax.api import commit, draft, extend, new_cache, prefill
-from dspark_jax.errors import CheckpointError, ConfigError, DsparkError, NumericsError, PromptError
-from dspark_jax.engine import RoundRecord
-from dspark_jax.gate import GateConfig
-from dspark_jax.generate import GenerateOutput, StreamEvent, generate, stream
-from dspark_jax.loading import Model, load
-from dspark_jax.sharding import make_mesh
+"""DeepSeek-V4-Flash with its DSpark draft module in JAX: speculative decoding that never changes the output.
 
-__all__ = [
-    "load", "make_mesh", "Model", "generate", "stream", "GenerateOutput", "StreamEvent", "RoundRecord", "GateConfig", "gate",
-    "new_cache", "extend", "commit", "prefill", "draft",
-    "DsparkError", "ConfigError", "CheckpointError", "PromptError", "NumericsError",
-]
+The names below are the public ones. Each is imported when it is first used, so that `import dspark_jax` costs nothing by itself.
+"""
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    # A model on devices
+    "load": "loading.load",  # from a checkpoint directory
+    "Model": "loading.load",  # what `load` returns
+    "make_mesh": "runtime.sharding",  # devices to cut a model over
+    # Text and tokens
+    "generate": "decode.generate",  # all at once
+    "stream": "decode.generate",  # round by round
+    "GenerateOutput": "decode.generate",
+    "StreamEvent": "decode.generate",
+    "RoundRecord": "decode.engine",  # what one round did
+    # The gate: how many drafts are worth verifying
+    "GateConfig": "decode.gate_config",
+    "gate": "decode.gate",  # a module: init, choose, observe, note_skipped, learn, stats
+    # The parts of a step
+    "new_cache": "decode.steps",
+    "extend": "decode.steps",
+    "commit": "decode.steps",
+    "prefill": "decode.steps",
+    "draft": "decode.steps",
+    # Errors
+    "DsparkError": "errors",
+    "ConfigError": "errors",
+    "CheckpointError": "errors",
+    "PromptError": "errors",
+    "NumericsError": "errors",
+}
+
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_PUBLIC[name]}")
+    value = module if name == "gate" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

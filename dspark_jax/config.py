@@ -7,13 +7,13 @@ does not understand is an error, never a guess: one ConfigError lists every prob
 
 import dataclasses
 import difflib
-import json
 import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dspark_jax.config_checks import FLOATS, TUPLES, RopeScaling, is_int, is_number, problems
+from dspark_jax.checkpoints.json_file import read_json
 from dspark_jax.errors import ConfigError
 
 # Reference inference key -> Hugging Face key.
@@ -170,28 +170,6 @@ def tiny() -> ModelConfig:
         rope_scaling=RopeScaling(4.0, 1024, 32.0, 1.0), compress_ratios=(0, 0, 4, 32, 4, 32) + (0, 0, 0), dspark_markov_rank=64,
         dspark_noise_token_id=1, dspark_target_layer_ids=(3, 4, 5), bos_token_id=None, eos_token_id=(0,),
         max_position_embeddings=4096)
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in config.json at `path` (the file or its directory). A key given twice is refused."""
-    path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a checkpoint directory holds a config.json") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"key given twice: {', '.join(twice)}")
-    return dict(pairs)
 
 
 def _canonical(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -1,16 +1,8 @@
 """The exceptions of the library. Every one says what was wrong, where, and what to do about it."""
 
+from dspark_jax.checkpoints.errors import CheckpointError, ConfigError, DsparkError
 
-class DsparkError(Exception):
-    """Base of all errors that this library raises on purpose."""
-
-
-class ConfigError(DsparkError, ValueError):
-    """A configuration (model, gate, mesh) that is not understood or does not fit together."""
-
-
-class CheckpointError(DsparkError):
-    """A checkpoint that is missing, incomplete, damaged or of another kind."""
+__all__ = ["CheckpointError", "ConfigError", "DsparkError", "NumericsError", "PromptError"]
 
 
 class PromptError(DsparkError, ValueError):

@@ -5,8 +5,8 @@
     activation          simulated e4m3 / e2m1 activation quantisation               activation.py
     products            products whose rows do not depend on their number           products.py
 """
-from pallas_kernels import activation, fp4
-from pallas_kernels.moe import BACKENDS, ColumnExperts, Experts, default_backend, largest_scale, moe_fp4
-from pallas_kernels.xla import is_wide
+from dspark_jax.pallas_kernels import activation, fp4
+from dspark_jax.pallas_kernels.moe import BACKENDS, ColumnExperts, Experts, default_backend, largest_scale, moe_fp4
+from dspark_jax.pallas_kernels.xla import is_wide
 
 __all__ = ["BACKENDS", "ColumnExperts", "Experts", "activation", "default_backend", "fp4", "is_wide", "largest_scale", "moe_fp4"]

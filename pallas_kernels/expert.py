@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activation import act_quant
+from dspark_jax.pallas_kernels.activation import act_quant
 
 QUANT_BLOCK = 128
 

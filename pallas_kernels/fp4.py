@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.activation import E2M1_MAX, power_of_two_scale
+from dspark_jax.pallas_kernels.activation import E2M1_MAX, power_of_two_scale
 
 BLOCK = 32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

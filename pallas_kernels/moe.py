@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import gpu, tpu
-from pallas_kernels.reference import moe_fp4_reference
-from pallas_kernels.routing import Held
-from pallas_kernels.xla import ColumnExperts, moe_fp4_xla
+from dspark_jax.pallas_kernels import pallas_triton, pallas_mosaic
+from dspark_jax.pallas_kernels.reference import moe_fp4_reference
+from dspark_jax.pallas_kernels.routing import Held
+from dspark_jax.pallas_kernels.xla import ColumnExperts, moe_fp4_xla
 
 
 class Experts(NamedTuple):
@@ -34,14 +34,14 @@ class Experts(NamedTuple):
 BACKENDS = {
     "reference": moe_fp4_reference,
     "xla": moe_fp4_xla,
-    "pallas_tpu": tpu.moe_fp4_tpu,
-    "pallas_gpu": gpu.moe_fp4_gpu,
-    "pallas_tpu_interpret": functools.partial(tpu.moe_fp4_tpu, interpret=True),  # the same kernels on any platform, slowly
-    "pallas_gpu_interpret": functools.partial(gpu.moe_fp4_gpu, interpret=True),
+    "pallas_tpu": pallas_mosaic.moe_fp4_tpu,
+    "pallas_gpu": pallas_triton.moe_fp4_gpu,
+    "pallas_tpu_interpret": functools.partial(pallas_mosaic.moe_fp4_tpu, interpret=True),  # the same kernels on any platform, slowly
+    "pallas_gpu_interpret": functools.partial(pallas_triton.moe_fp4_gpu, interpret=True),
 }
 # What a packed column must be a multiple of: whole lanes of packed bytes on a TPU, whole scales in the smallest block on a GPU.
 _KERNELS = {"tpu": ("pallas_tpu", 256), "gpu": ("pallas_gpu", 32)}
-_LARGEST_SCALES = {"tpu": tpu.LARGEST_SCALE, "gpu": gpu.LARGEST_SCALE}
+_LARGEST_SCALES = {"tpu": pallas_mosaic.LARGEST_SCALE, "gpu": pallas_triton.LARGEST_SCALE}
 
 
 def default_backend(experts: Experts | ColumnExperts, platform: str | None = None) -> str:

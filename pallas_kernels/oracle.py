@@ -10,7 +10,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import fp4
+from dspark_jax.pallas_kernels import fp4
 
 # Noise of a float32 sum of products, relative to the l2 norm of the products, and of the few operations after it.
 NOISE = 2e-7

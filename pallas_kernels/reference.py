@@ -7,9 +7,9 @@ Runs in the dtype of `x` if that is float64 (with jax_enable_x64), else in float
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp4
-from pallas_kernels.expert import gated, maybe_quantise
-from pallas_kernels.routing import sum_routes
+from dspark_jax.pallas_kernels import fp4
+from dspark_jax.pallas_kernels.expert import gated, maybe_quantise
+from dspark_jax.pallas_kernels.routing import sum_routes
 
 
 def moe_fp4_reference(x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime):

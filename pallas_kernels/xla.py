@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp4, routing
-from pallas_kernels.expert import gated, maybe_quantise
-from pallas_kernels.products import dot_columns
+from dspark_jax.pallas_kernels import fp4, routing
+from dspark_jax.pallas_kernels.expert import gated, maybe_quantise
+from dspark_jax.pallas_kernels.products import dot_columns
 
 DECODE_TILE = 8
 PREFILL_TILE = 64

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import dspark_jax as dspark
-from golden_parts import play
-from round_parts import compilations, scripted
-from support import golden_arrays, golden_model
+from helpers.golden_parts import play
+from helpers.round_parts import compilations, scripted
+from helpers.support import golden_arrays, golden_model
 
 # Each line is run by one process. What takes longest begins first; files that are not named follow, each on its own.
 TOGETHER = (

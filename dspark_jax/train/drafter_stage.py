@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dspark_jax import sequence
+from dspark_jax.model import whole_sequence
 from dspark_jax.config import ModelConfig
-from dspark_jax.drafter import Drafter
-from dspark_jax.layers.numerics import Numerics
-from dspark_jax.model import MainModel
-from dspark_jax.parameters import RandomSource
+from dspark_jax.model.drafter import Drafter
+from dspark_jax.model.layers.numerics import Numerics
+from dspark_jax.model.main import MainModel
+from dspark_jax.model.parameters import RandomSource
 from dspark_jax.train import data, optimiser, weights
 from dspark_jax.train.loop import Task
 from dspark_jax.train.main_stage import KINDS
@@ -36,7 +36,7 @@ def targets(main: MainModel, tokens: jax.Array, anchors: jax.Array, block: int):
 
     Choice i follows position anchor + i; it counts while the text has followed the choices before it.
     """
-    logits, hidden, _ = sequence.forward(main, tokens)
+    logits, hidden, _ = whole_sequence.forward(main, tokens)
     choices = jnp.argmax(logits, axis=-1)
     places = anchors[..., None] + jnp.arange(block)
     chosen = jnp.take_along_axis(choices[:, None], places, axis=2)
@@ -68,7 +68,7 @@ def task(config: ModelConfig, parts: weights.Parts, twin: nnx.GraphDef, main: Ma
         main = nnx.merge(main_graph, frozen)
         hidden, chosen, counts = targets(main, batch["tokens"], batch["anchors"], block)
         drafter = parts.module(params, twin if quantised else None)
-        logits, confidence = sequence.draft_forward(drafter, main, hidden, batch["tokens"], batch["anchors"])
+        logits, confidence = whole_sequence.draft_forward(drafter, main, hidden, batch["tokens"], batch["anchors"])
         entropy, surprise, accepted = losses(logits, confidence, chosen, counts)
         kinds = jax.nn.one_hot(batch["kinds"], len(KINDS))
         measures = {"tokens_loss": entropy, "confidence": surprise, "accepted": accepted.sum(1) @ kinds,

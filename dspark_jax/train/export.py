@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoints.writer import write_official
+from dspark_jax.checkpoints.writer import write_official
 from dspark_jax.config import ModelConfig
 from dspark_jax.train import data, drafter_stage, loop, main_stage, measure, quantise, tokenizer, weights
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dspark_jax import sequence
+from dspark_jax.model import whole_sequence
 from dspark_jax.config import ModelConfig
-from dspark_jax.layers.numerics import Numerics
-from dspark_jax.model import MainModel
-from dspark_jax.parameters import RandomSource
-from dspark_jax.segments import segments
+from dspark_jax.model.layers.numerics import Numerics
+from dspark_jax.model.main import MainModel
+from dspark_jax.model.parameters import RandomSource
+from dspark_jax.model.segments import segments
 from dspark_jax.train import data, optimiser, weights
 from dspark_jax.train.loop import Task
 
@@ -57,13 +57,13 @@ def build(config: ModelConfig, seed: int, frequencies: np.ndarray) -> tuple[weig
 
 def token_losses(model: MainModel, tokens: jax.Array):
     """tokens [B, S + 1] -> nats [B, S] of each next token, and the layers' LayerAux."""
-    y, _, aux = sequence.trunk(model, tokens[:, :-1])
+    y, _, aux = whole_sequence.trunk(model, tokens[:, :-1])
     logits = model.logits(y)
     picked = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked, aux
 
 
-def _index_loss(layer: sequence.LayerAux) -> jax.Array:
+def _index_loss(layer: whole_sequence.LayerAux) -> jax.Array:
     """Mean cross-entropy, nats a row, of the indexer's softmax to the attention over compressed entries; summed over layers."""
     if layer.index_scores is None:
         return jnp.zeros(())

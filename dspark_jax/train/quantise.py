@@ -10,8 +10,8 @@ The values are those that checkpoints/writer.py stores, bit for bit, so a model 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp4
-from pallas_kernels.activation import E4M3_MAX, power_of_two_scale
+from dspark_jax.pallas_kernels import fp4
+from dspark_jax.pallas_kernels.activation import E4M3_MAX, power_of_two_scale
 
 FP8_BLOCK = 128
 SMALLEST_FP8_AMAX = E4M3_MAX * 2.0**-126  # an all-zero block gets the smallest normal scale

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from checkpoints.official import TensorSpec
-from dspark_jax.parameters import Declaration
+from dspark_jax.checkpoints.official import TensorSpec
+from dspark_jax.model.parameters import Declaration
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.platform import compiler_options
-from pallas_kernels import ColumnExperts, Experts, fp4, moe_fp4
+from dspark_jax.runtime.backend import compiler_options
+from dspark_jax.pallas_kernels import ColumnExperts, Experts, fp4, moe_fp4
 
 LIMIT = 3.0  # low enough that both clamps act on these inputs
 def dequantised(experts: Experts) -> Experts:

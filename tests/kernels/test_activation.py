@@ -4,7 +4,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.activation import round_to_e4m3, round_to_e2m1
+from dspark_jax.pallas_kernels.activation import round_to_e4m3, round_to_e2m1
 
 
 def values(largest):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cases import BACKENDS, make_call, routes, run
-from pallas_kernels import xla
+from dspark_jax.pallas_kernels import xla
 
 ROWS = 12
 SIZES = {"narrow": dict(held=8, width=128, inner=128), "wide": dict(held=3, width=768, inner=256)}

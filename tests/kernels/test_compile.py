@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from dspark_jax.platform import compiler_options
-from pallas_kernels import Experts, moe_fp4, tpu
+from dspark_jax.runtime.backend import compiler_options
+from dspark_jax.pallas_kernels import Experts, moe_fp4, pallas_mosaic
 
 WIDTH, INNER, HELD, ROUTES = 4096, 2048, 64, 6
 # A newer jax asks which GPU it lowers for.
@@ -87,11 +87,11 @@ def compiled(name, rows):
 @pytest.mark.parametrize("rows", [1, 6, 64, 512])
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_mosaic_compiles(name, rows, capsys):
-    """Both kernels, within the limit on VMEM that is part of them (`tpu.VMEM_LIMIT`). Prints what Mosaic says they use of it."""
+    """Both kernels, within the limit on VMEM that is part of them (`pallas_mosaic.VMEM_LIMIT`). Prints what Mosaic says they use of it."""
     kernels = [line for line in compiled(name, rows).as_text().splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     memory = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"'
     used = [int(re.search(memory, line)[1]) for line in kernels]
     sizes = " and ".join(f"{size / 2**20:.2f}" for size in used)
     with capsys.disabled():
-        print(f"\n{name}, {rows} rows: {sizes} of {tpu.VMEM_LIMIT >> 20} MiB of VMEM")
-    assert len(used) == 2 and 0 < min(used) and max(used) < tpu.VMEM_LIMIT / 2
+        print(f"\n{name}, {rows} rows: {sizes} of {pallas_mosaic.VMEM_LIMIT >> 20} MiB of VMEM")
+    assert len(used) == 2 and 0 < min(used) and max(used) < pallas_mosaic.VMEM_LIMIT / 2

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import fp4, gpu, largest_scale, tpu, xla
+from dspark_jax.pallas_kernels import fp4, pallas_triton, largest_scale, pallas_mosaic, xla
 
 
 def test_low_nibble_is_the_first_column():
@@ -68,7 +68,7 @@ def test_tpu_product_is_exact_for_every_scale_that_is_not_refused():
     for parity in (0, 1):
         x = np.zeros((2, 1, COLUMNS // 2), jnp.bfloat16)
         x[parity, 0, 70] = 1
-        y = np.asarray(jax.jit(tpu._products)(x, packed, scales, tpu._spread(COLUMNS)))[0]
+        y = np.asarray(jax.jit(pallas_mosaic._products)(x, packed, scales, pallas_mosaic._spread(COLUMNS)))[0]
         # A row holds one weight throughout: where that is infinite, zero times the others is NaN.
         assert_representable_ones_are_exact(np.where(np.isnan(y), np.copysign(np.inf, exact), y).astype(np.float32), exact)
 
@@ -76,7 +76,7 @@ def test_tpu_product_is_exact_for_every_scale_that_is_not_refused():
 def test_gpu_weights_are_exact_for_every_scale_that_is_not_refused():
     packed, scales, exact = every_product(253)
     assert largest_scale("gpu") <= 253
-    for half in jax.jit(gpu._unpack_plain)(packed, scales.repeat(16, 1)):
+    for half in jax.jit(pallas_triton._unpack_plain)(packed, scales.repeat(16, 1)):
         half = np.asarray(half).astype(np.float32)
         assert (half == half[:, :1]).all()
         assert_representable_ones_are_exact(half[:, 0], exact)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cases import BACKENDS, LIMIT, matrix, run
-from pallas_kernels import oracle
+from dspark_jax.pallas_kernels import oracle
 
 CALLS = matrix()
 

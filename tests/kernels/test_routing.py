@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cases import BACKENDS, LIMIT, dequantised, make_call, routes, run
-from dspark_jax.platform import compiler_options
-from pallas_kernels import Experts, moe_fp4, routing
+from dspark_jax.runtime.backend import compiler_options
+from dspark_jax.pallas_kernels import Experts, moe_fp4, routing
 
 
 def plain_schedule(ids, mask, first_expert, experts, tile):

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import dspark_jax as dspark
-from checkpoints.official import TensorSpec
-from checkpoints.writer import write_official
+from dspark_jax.checkpoints.official import TensorSpec
+from dspark_jax.checkpoints.writer import write_official
 
 from . import hf
 from .patterns import PATTERNS

@@ -1,0 +1,13 @@
+"""The exceptions of files: what `dspark_jax.errors` hands on. This package imports nothing of the library around it."""
+
+
+class DsparkError(Exception):
+    """Base of all errors that this library raises on purpose."""
+
+
+class ConfigError(DsparkError, ValueError):
+    """A configuration (model, gate, mesh) that is not understood or does not fit together."""
+
+
+class CheckpointError(DsparkError):
+    """A checkpoint that is missing, incomplete, damaged or of another kind."""

@@ -1,0 +1,29 @@
+"""Reads a checkpoint's config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dspark_jax.checkpoints.errors import ConfigError
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in config.json at `path` (the file or its directory). A key given twice is refused."""
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a checkpoint directory holds a config.json") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"key given twice: {', '.join(twice)}")
+    return dict(pairs)

@@ -1,0 +1,246 @@
+"""One speculative round, and the loop of rounds on the device: margin check, draft, gate, verify, commit, observe.
+
+Three modes give the same tokens, bit for bit:
+* plain: no drafts; one row a step.
+* sequential: the drafts are verified one row at a time and the loop ends at the first mismatch, so that no position is ever computed
+  that is not committed.
+* block: all chosen drafts are verified in one call; what does not match is simply not committed.
+
+What the main model says at the rows it verified, up to and including the first that differs from the draft, is exactly what a plain
+decode would have said: these are the emitted tokens. B: streams, K: draft block.
+"""
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dspark_jax.decode import gate
+from dspark_jax.model.cache import Cache, commit
+from dspark_jax.decode.gate import GateConfig, GateState
+from dspark_jax.model.dspark import DSpark, Limits, extend_step
+
+NOT_SKIPPED, GATE_SKIP, MARGIN_SKIP = 0, 1, 2
+ROUNDS_PER_CALL = 32
+
+
+@struct.dataclass
+class RoundState:
+    """What B streams carry from round to round."""
+
+    cache: Cache
+    anchor: jax.Array     # [B] int32: the last emitted token; it stands at the cache's position and is not computed yet
+    margin: jax.Array     # [B] float32, logits: top1 - top2 where the anchor was chosen
+    remaining: jax.Array  # [B] int32: tokens still wanted
+    done: jax.Array       # [B] bool: nothing more is wanted
+    faulty: jax.Array     # [B] int32: position whose logits were not finite, or -1
+    gate: GateState
+
+
+@struct.dataclass
+class RoundOutput:
+    """What one round did; of a stream that was done before: emitted 0."""
+
+    tokens: jax.Array      # [B, K+1] int32: what the main model says; the first `emitted` count
+    emitted: jax.Array     # [B] int32: accepted + 1; fewer where the logits behind a token that is wanted are not finite
+    proposed: jax.Array    # [B] int32: K, or 0 after a margin skip
+    verified: jax.Array    # [B] int32: drafts chosen to be verified, of those that the cache has room for
+    accepted: jax.Array    # [B] int32: leading drafts that matched
+    confidence: jax.Array  # [B, K] float32; of no meaning after a margin skip
+    margin: jax.Array      # [B] float32: of the anchor that the round began with
+    skipped: jax.Array     # [B] int32: NOT_SKIPPED, GATE_SKIP or MARGIN_SKIP
+
+
+@struct.dataclass
+class Verdict:
+    """What verifying found. `logits` are [B, K+1, V]: rows up to `accepted` are those of a plain decode, later ones have no meaning."""
+
+    cache: Cache
+    tokens: jax.Array    # [B, K+1] int32
+    accepted: jax.Array  # [B] int32
+    logits: jax.Array
+
+
+def choose_token(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """logits [..., V] -> the best id (the lowest among equals) int32, top1 - top2 float32, and whether the best is a finite number.
+
+    A NaN anywhere makes the best NaN, so nothing slips through as an index.
+    """
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    top = jnp.max(logits, axis=-1)
+    others = jnp.where(jnp.arange(logits.shape[-1]) == best[..., None], -jnp.inf, logits)
+    return best, top - jnp.max(others, axis=-1), jnp.isfinite(top)
+
+
+def plain_step(module: DSpark, limits: Limits, state: RoundState) -> Verdict:
+    """One row of every stream that is not done; the drafter's rings are left alone."""
+    active = ~state.done
+    tokens = jnp.pad(state.anchor[:, None], [(0, 0), (0, limits.decode_rows - 1)])
+    y, _, cache, _ = module.main.extend(state.cache, tokens, active.astype(jnp.int32), "decode")
+    logits = module.main.logits(y)[:, :1]
+    cache = commit(cache, active.astype(jnp.int32))
+    return Verdict(cache, choose_token(logits)[0], jnp.zeros_like(state.anchor), logits)
+
+
+def verify_block(module: DSpark, limits: Limits, state: RoundState, drafts: jax.Array, n: jax.Array) -> Verdict:
+    """Computes the anchor and the first n [B] of drafts [B, K] in one call, and commits the anchor and the accepted ones."""
+    active = ~state.done
+    tokens = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
+    y, _, cache = extend_step(module, state.cache, tokens, jnp.where(active, n + 1, 0), "decode")
+    logits = module.main.logits(y)
+    said = choose_token(logits)[0]
+    match = (said[:, :-1] == drafts) & (jnp.arange(drafts.shape[1]) < n[:, None])
+    accepted = jnp.sum(jnp.cumprod(match, axis=1), axis=1).astype(jnp.int32)
+    return Verdict(commit(cache, jnp.where(active, accepted + 1, 0)), said, accepted, logits)
+
+
+def verify_sequentially(module: DSpark, limits: Limits, state: RoundState, drafts: jax.Array, n: jax.Array) -> Verdict:
+    """Like `verify_block`, row by row: a stream stops at its first mismatch, the loop when all have stopped."""
+    batch, block = drafts.shape
+
+    def body(carry):
+        i, going, token, verdict = carry
+        tokens = jnp.pad(token[:, None], [(0, 0), (0, limits.decode_rows - 1)])
+        y, _, cache = extend_step(module, verdict.cache, tokens, going.astype(jnp.int32), "decode")
+        logits = module.main.logits(y)[:, 0]
+        said = choose_token(logits)[0]
+        draft = drafts[:, jnp.minimum(i, block - 1)]
+        match = going & (i < n) & (said == draft)
+        verdict = Verdict(
+            commit(cache, going.astype(jnp.int32)),
+            verdict.tokens.at[:, i].set(jnp.where(going, said, verdict.tokens[:, i])),
+            verdict.accepted + match,
+            verdict.logits.at[:, i].set(logits),
+        )
+        return i + 1, match, draft, verdict
+
+    start = Verdict(state.cache, jnp.zeros((batch, block + 1), jnp.int32), jnp.zeros((batch,), jnp.int32),
+                    jnp.zeros((batch, block + 1, module.main.config.vocab_size), jnp.float32))
+    carry = jnp.int32(0), ~state.done, state.anchor, start
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), body, carry)[3]
+
+
+def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify, state: RoundState):
+    """One round of `verify`: (state, RoundOutput, Verdict).
+
+    Near the end of the cache only drafts that it has room for are verified; the gate's counters tell what the gate chose.
+    """
+    active = ~state.done
+    by_margin = active & gate.margin_skip(config, state.margin)
+    drafts, confidence = _draft_unless(module, state, jnp.all(by_margin | state.done))
+    block = drafts.shape[1]
+    room = jnp.maximum(limits.max_seq_len - 1 - state.cache.position, 0)
+    chosen = jnp.where(active & ~by_margin, gate.choose(config, state.gate, confidence), 0)
+    n = jnp.minimum(chosen, room)
+    verdict = verify(module, limits, state, drafts, n)
+    learned = gate.observe(config, state.gate, confidence, verdict.accepted, n, chosen)
+    learned = gate.note_skipped(learned, active & (chosen == 0), by_margin)
+    output = RoundOutput(
+        tokens=verdict.tokens,
+        emitted=jnp.where(active, verdict.accepted + 1, 0),
+        proposed=jnp.where(active & ~by_margin, block, 0),
+        verified=n,
+        accepted=verdict.accepted,
+        confidence=confidence,
+        margin=state.margin,
+        skipped=jnp.where(by_margin, MARGIN_SKIP, jnp.where(active & (chosen == 0), GATE_SKIP, NOT_SKIPPED)),
+    )
+    return state.replace(gate=learned), output, verdict
+
+
+def _draft_unless(module: DSpark, state: RoundState, skip: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Drafts [B, K] and confidence [B, K]; zeros where `skip`. A loop of no or one trip, since a cond would copy the caches it reads."""
+    block = module.main.config.dspark_block_size
+    batch = state.anchor.shape[0]
+
+    def body(carry):
+        draft = module.drafter.draft(module.main, state.cache, state.anchor)
+        return jnp.bool_(True), draft.tokens, draft.confidence
+
+    empty = skip, jnp.zeros((batch, block), jnp.int32), jnp.zeros((batch, block), jnp.float32)
+    return jax.lax.while_loop(lambda carry: ~carry[0], body, empty)[1:]
+
+
+def step(module: DSpark, limits: Limits, mode: str, config: GateConfig, state: RoundState, stop_ids: jax.Array):
+    """One round of every stream that is not done, in a mode of MODES; stop_ids [S] int32, padded with -1.
+
+    Returns the state, the RoundOutput and the verified logits [B, K+1, V] (plain: [B, 1, V]).
+    """
+    before = state.cache.position
+    if mode == "plain":
+        verdict = plain_step(module, limits, state)
+        output = _plain_output(module, state, verdict)
+    else:
+        verify = {"sequential": verify_sequentially, "block": verify_block}[mode]
+        state, output, verdict = speculative_step(module, limits, config, verify, state)
+    wanted = _wanted(state, output, stop_ids)
+    broken = wanted & ~jnp.isfinite(jnp.max(verdict.logits, axis=-1))
+    first = jnp.argmax(broken, axis=1).astype(jnp.int32)
+    output = output.replace(emitted=jnp.where(broken.any(axis=1), first, output.emitted))
+    state = state.replace(faulty=jnp.where(broken.any(axis=1), before + first, state.faulty))
+    return _advance(state, output, verdict, stop_ids), output, verdict.logits
+
+
+def _plain_output(module: DSpark, state: RoundState, verdict: Verdict) -> RoundOutput:
+    none = jnp.zeros_like(state.anchor)
+    confidence = jnp.zeros((none.shape[0], module.main.config.dspark_block_size), jnp.float32)
+    return RoundOutput(verdict.tokens, (~state.done).astype(jnp.int32), none, none, none, confidence, state.margin, none)
+
+
+def _stops(output: RoundOutput, stop_ids: jax.Array) -> jax.Array:
+    """bool [B, K+1]: emitted stop tokens."""
+    emitted = jnp.arange(output.tokens.shape[1]) < output.emitted[:, None]
+    return emitted & jnp.any(output.tokens[..., None] == stop_ids, axis=-1)
+
+
+def _wanted(state: RoundState, output: RoundOutput, stop_ids: jax.Array) -> jax.Array:
+    """bool [B, K+1]: tokens that a plain decode would emit too: not more than wanted, none behind a stop token."""
+    stops = _stops(output, stop_ids)
+    many = jnp.minimum(output.emitted, state.remaining)[:, None]
+    return (jnp.arange(stops.shape[1]) < many) & (jnp.cumsum(stops, axis=1) - stops == 0)
+
+
+def _advance(state: RoundState, output: RoundOutput, verdict: Verdict, stop_ids: jax.Array) -> RoundState:
+    """The last emitted token becomes the anchor; a stop token, the wanted length or a fault ends a stream."""
+    last = jnp.maximum(output.emitted - 1, 0)[:, None]
+    _, margin, _ = choose_token(jnp.take_along_axis(verdict.logits, last[..., None], axis=1)[:, 0])
+    stopped = jnp.any(_stops(output, stop_ids), axis=1)
+    remaining = state.remaining - output.emitted
+    return state.replace(
+        cache=verdict.cache,
+        anchor=jnp.where(state.done, state.anchor, jnp.take_along_axis(output.tokens, last, axis=1)[:, 0]),
+        margin=jnp.where(state.done, state.margin, margin),
+        remaining=remaining,
+        done=state.done | stopped | (remaining <= 0) | (state.faulty >= 0),
+    )
+
+
+def run(module: DSpark, limits: Limits, mode: str, config: GateConfig, state: RoundState, stop_ids: jax.Array, most: jax.Array):
+    """Up to `most` (at most ROUNDS_PER_CALL) rounds on the device, until all streams are done.
+
+    Returns the state, the RoundOutputs stacked [ROUNDS_PER_CALL, ...], and how many of them were filled.
+    """
+    def one(state):
+        return step(module, limits, mode, config, state, stop_ids)[:2]
+
+    shapes = jax.eval_shape(one, state)[1]
+    outputs = jax.tree.map(lambda a: jnp.zeros((ROUNDS_PER_CALL, *a.shape), a.dtype), shapes)
+
+    def body(carry):
+        i, state, outputs = carry
+        state, output = one(state)
+        return i + 1, state, jax.tree.map(lambda all, new: all.at[i].set(new), outputs, output)
+
+    def more(carry):
+        i, state, _ = carry
+        return (i < most) & ~jnp.all(state.done)
+
+    count, state, outputs = jax.lax.while_loop(more, body, (jnp.int32(0), state, outputs))
+    return state, outputs, count
+
+
+def begin(module: DSpark, cache: Cache, tokens: jax.Array, valid: jax.Array):
+    """One prefill chunk, tokens [B, T] of which valid [B] count: the cache, committed, and `choose_token` of the last valid row."""
+    y, _, cache = extend_step(module, cache, tokens, valid, "prefill")
+    last = jnp.take_along_axis(y, (valid - 1)[:, None, None], axis=1)
+    return commit(cache, valid), choose_token(module.main.logits(last)[:, 0])

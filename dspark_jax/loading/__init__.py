@@ -1,0 +1,1 @@
+"""From files to a model that can be run; what a checkpoint holds; conversion."""

@@ -1,0 +1,148 @@
+"""`load`: from a checkpoint to a model that can be run."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from dspark_jax.checkpoints.official import OfficialCheckpoint
+from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
+from dspark_jax.loading import expert_storage
+from dspark_jax.model.cache import new_cache
+from dspark_jax.config import ModelConfig
+from dspark_jax.errors import CheckpointError, ConfigError
+from dspark_jax.model.layers.numerics import Numerics
+from dspark_jax.model.dspark import MAX_SEQ_LEN, DSpark, Limits, default_prefill_chunk, make_limits, most_rows
+from dspark_jax.model.parameters import ShapeSource, Source
+from dspark_jax.runtime.backend import on_cpu
+from dspark_jax.runtime.sharding import check_mesh
+from dspark_jax.loading.sources import ConvertedSource, LeafRecorder, OfficialSource
+from dspark_jax.loading.expert_storage import ExpertStorage
+
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A loaded model. `module` is the Flax NNX module (`.main`, `.drafter`); the rest says how it is run.
+
+    config: ModelConfig. tokenizer: tokenizers.Tokenizer or None. limits: Limits. numerics: Numerics, the mesh included.
+    expert_storage: how the routed experts are held, "dequantised" or "packed"; expert_storage.py says how it is chosen.
+    """
+
+    config: ModelConfig
+    tokenizer: object | None
+    module: DSpark
+    limits: Limits
+    numerics: Numerics
+    expert_storage: str
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices that the model is cut over; one device is the mesh (1, 1)."""
+        return self.numerics.mesh
+
+    @functools.cached_property
+    def split(self) -> tuple[nnx.GraphDef, nnx.State]:
+        """The module's structure (static, hashable) and its arrays, for `jax.jit`."""
+        return nnx.split(self.module)
+
+
+def embedded_checkpoint() -> Path:
+    """The small trained checkpoint that comes with the library."""
+    from dspark_jax import checkpoints
+    return Path(checkpoints.__file__).parent / "tiny"
+
+
+def load(path=None, mesh=None, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: int | None = None, dtype=None,
+         activation_quant: bool = True) -> Model:
+    """Loads an official checkpoint or a converted one; both give the same bits.
+
+    Routed experts stay packed FP4 on accelerators. On CPU they are held dequantised if the model then fits in the memory that is
+    available, else packed; the environment variable DSPARK_EXPERT_STORAGE ("dequantised" or "packed") decides instead.
+    `Model.expert_storage` and `dspark inspect` say which.
+
+    Args:
+      path: a directory with config.json, model.safetensors (or an index and shards) and, if there is one, tokenizer.json; or what
+        `dspark convert` wrote. None: the embedded tiny checkpoint.
+      mesh: the devices to run on, see `make_mesh`. None: this process's first device.
+      max_seq_len: most tokens of one stream, prompt and generated together.
+      prefill_chunk: rows of one prefill call, in tokens. None: the window, at most 128. It sets the size of the rings as well, and
+        with that the order of sums: two loads with other chunks may differ in the last bits.
+      dtype: compute dtype, "float32" or "bfloat16". None: float32 on CPU, bfloat16 elsewhere.
+      activation_quant: simulate the official activation quantisation, with which the model was trained.
+
+    Raises:
+      CheckpointError: missing, damaged or mismatched files; lists every faulty tensor by name, before anything is allocated.
+      ConfigError: a config.json or an argument that is not understood.
+    """
+    path = embedded_checkpoint() if path is None else Path(path)
+    checkpoint = ConvertedCheckpoint.open(path) if is_converted(path) else OfficialCheckpoint.open(path)
+    config = ModelConfig.from_dict(checkpoint.config_dict, f"{path}/config.json")
+    numerics = Numerics(dtype_name(dtype), bool(activation_quant), mesh)
+    check_mesh(numerics.mesh, config)
+    limits = make_limits(config, max_seq_len, prefill_chunk)
+    experts = choose_expert_storage(config, numerics, limits.max_seq_len, limits.rows)
+    module = DSpark(config, numerics, _source(checkpoint, config, numerics, experts.packed))
+    return Model(config, read_tokenizer(path, config), module, limits, numerics, experts.kind)
+
+
+def choose_expert_storage(config: ModelConfig, numerics: Numerics, max_seq_len: int = MAX_SEQ_LEN, rows: int | None = None) -> ExpertStorage:
+    """How `load` holds the routed experts of this config, here and now. rows: see Limits; None: those of load's defaults."""
+    rows = rows or most_rows(config, default_prefill_chunk(config))
+    cache = jax.eval_shape(lambda: new_cache(config, 1, max_seq_len, rows, jnp.dtype(numerics.dtype)))
+    return expert_storage.choose(functools.partial(DSpark, config, numerics), numerics, cache)
+
+
+def _source(checkpoint, config: ModelConfig, numerics: Numerics, packed_experts: bool) -> Source:
+    """Where the values of a checkpoint, checked here, come from."""
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        checkpoint.check(record_leaves(config).leaves.values())
+        return ConvertedSource(checkpoint, numerics, packed_experts)
+    checkpoint.check(list(expected_tensors(config).values()))
+    return OfficialSource(checkpoint, numerics, packed_experts)
+
+
+def record_leaves(config: ModelConfig) -> LeafRecorder:
+    """What a converted checkpoint of this config holds."""
+    recorder = LeafRecorder()
+    DSpark(config, Numerics(), recorder)
+    return recorder
+
+
+def expected_tensors(config: ModelConfig) -> dict:
+    """Name -> TensorSpec of every tensor that a checkpoint of this config holds."""
+    shapes = ShapeSource()
+    DSpark(config, Numerics(), shapes)
+    return shapes.specs
+
+
+def dtype_name(dtype) -> str:
+    if dtype is None:
+        return "float32" if on_cpu() else "bfloat16"
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError as error:
+        raise ConfigError(f"dtype: {dtype!r} is no dtype; use 'float32' or 'bfloat16'") from error
+    if name not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype: {name} is not supported; use 'float32' or 'bfloat16'")
+    return name
+
+
+def read_tokenizer(path: Path, config: ModelConfig):
+    """The checkpoint's tokenizer.json, or None without one."""
+    file = path / "tokenizer.json"
+    if not file.exists():
+        return None
+    from tokenizers import Tokenizer
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises a bare Exception
+        raise CheckpointError(f"{file}: not a readable tokenizer.json ({error})") from error
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise CheckpointError(f"{file}: {tokenizer.get_vocab_size()} entries, but the config's vocab_size is {config.vocab_size}")
+    return tokenizer

@@ -1,0 +1,1 @@
+"""The model's mathematics, main model and drafter. No file is read here."""

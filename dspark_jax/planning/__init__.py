@@ -1,0 +1,1 @@
+"""What a model needs on devices that are not at hand."""

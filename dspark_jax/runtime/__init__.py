@@ -1,0 +1,1 @@
+"""What a process runs on: compiler options, the mesh and its collectives, several processes, Ctrl-C."""

@@ -1,0 +1,364 @@
+"""The command line on a small checkpoint with a tokenizer of single bytes, in this process; one Ctrl-C in a process of its own."""
+
+import functools
+import io
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import dspark_jax as dspark
+from dspark_jax.decode import steps, engine
+from dspark_jax.commands import bench, costs
+from dspark_jax.commands.main import main
+from dspark_jax.decode.replay import replay
+from helpers.round_parts import BLOCK, byte_tokenizer, with_nan_drafter, with_nan_tokens
+from helpers.small_model import write_small_checkpoint
+from helpers.support import GOLDENS, MAX_SEQ_LEN
+
+PROMPT = "Ab \u00e9"
+STATS = {"tokens", "rounds", "proposed", "verified", "accepted", "accept_rate", "tokens_per_round", "seconds", "tokens_per_second",
+         "accepted_by_position", "compile_seconds", "gate", "per_prompt"}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_small_checkpoint(path, byte_tokenizer())
+    return path
+
+
+@pytest.fixture(scope="module")
+def loading():
+    return functools.lru_cache(maxsize=None)(dspark.load)
+
+
+@pytest.fixture(autouse=True)
+def load_once(loading, monkeypatch):
+    monkeypatch.setattr(dspark, "load", loading)
+
+
+@pytest.fixture
+def command(directory, capsys, monkeypatch):
+    """command(*arguments, stdin=None) -> exit status, standard output, standard error of `dspark generate`, 20 tokens of at most 128."""
+    def run(*arguments, stdin=None, prompt=(PROMPT,)):
+        monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
+        status = main(["generate", *prompt, "--checkpoint", str(directory), "--max-seq-len", str(MAX_SEQ_LEN), "--max-new-tokens", "20",
+                       *arguments])
+        return status, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(directory, loading):
+    return loading(str(directory), None, max_seq_len=MAX_SEQ_LEN, dtype=None, activation_quant=True)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return dspark.generate(model, PROMPT, 20)
+
+
+def test_text_to_standard_output_and_a_summary_to_standard_error(command, expected):
+    status, out, err = command()
+    assert status == 0 and out == expected.texts[0]
+    rounds = len(expected.rounds[0])
+    for part in ("20 tokens in", "tok/s (block, ended by length", f"{rounds} rounds", "drafts accepted per round",
+                 "gate: 0 rounds truncated"):
+        assert part in err
+
+
+def test_json(command, expected):
+    status, out, err = command("--json")
+    result = json.loads(out)
+    assert status == 0 and err == ""
+    assert result.keys() == {"mode", "text", "tokens", "finish_reason", "rounds", "stats"}
+    assert (result["mode"], result["text"], result["tokens"]) == ("block", expected.texts[0], expected.tokens[0])
+    assert result["finish_reason"] == "length" and result["stats"].keys() == STATS
+    assert [dspark.RoundRecord(**r | {"confidence": tuple(r["confidence"])}) for r in result["rounds"]] == expected.rounds[0]
+    for key in STATS - {"seconds", "tokens_per_second", "compile_seconds", "per_prompt"}:
+        assert result["stats"][key] == expected.stats[key], key
+
+
+def test_plain_gives_the_same(command, expected):
+    status, out, err = command("--mode", "plain")
+    assert (status, out) == (0, expected.texts[0]) and "(plain, ended by length" in err and "rounds" not in err
+
+
+def test_prompt_from_standard_input(command, expected):
+    assert command(prompt=(), stdin=PROMPT)[:2] == (0, expected.texts[0])
+
+
+def test_gate(command, expected, monkeypatch):
+    monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_PLAIN_MS", "1")
+    result = json.loads(command("--gate", "--json")[1])
+    assert result["tokens"] == expected.tokens[0]
+    assert [r["skipped"] for r in result["rounds"]] == ["gate"] * 19 and result["stats"]["gate"]["skipped"] == 19
+    assert "19 skipped (0 by margin)" in command("--gate")[2] and "none verified" in command("--gate")[2]
+
+
+def test_stop_as_id_and_as_text(command, expected, directory):
+    """Of single bytes, `z` is the text of id 122, and a blank is a token that the vocabulary spells otherwise."""
+    tokens = expected.tokens[0]
+    at = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
+    status, out, err = command("--stop", str(tokens[at]), "--json")
+    result = json.loads(out)
+    assert result["tokens"] == tokens[:at + 1] and result["finish_reason"] == "stop"
+    letter = next(i for i in range(20) if chr(tokens[i]).isascii() and chr(tokens[i]).isalpha())
+    for stops, end in ((chr(tokens[letter]),), letter), ((" ",), tokens.index(32)), (("z", " "), tokens.index(32)):
+        seen = json.loads(command(*(part for stop in stops for part in ("--stop", stop)), "--json")[1])["tokens"]
+        assert seen == tokens[:end + 1]
+
+
+WRONG_USE = {
+    "too long": (["--max-new-tokens", "999"], "max_new_tokens 999 together exceed max_seq_len 128"),
+    "nothing wanted": (["--max-new-tokens", "0"], "max_new_tokens: 0 is not a positive integer"),
+    "temperature": (["--temperature", "0.7"], "temperature 0.7"),
+    "top-p": (["--top-p", "0.5"], "top_p 0.5"),
+    "stop id": (["--stop", "256"], "stop_token_ids: 256"),
+    "stop negative": (["--stop", "-1"], "stop_token_ids: -1"),
+    "stop text": (["--stop", "ab"], "--stop 'ab': neither a token id nor a single token"),
+    "cache": (["--max-seq-len", "0"], "max_seq_len: 0"),
+    "record plain": (["--record", "x.json", "--mode", "plain"], "--record needs a speculative mode with the gate off"),
+    "record gate": (["--record", "x.json", "--gate"], "--record needs a speculative mode with the gate off"),
+    "record nowhere": (["--record", "absent/x.json"], "absent is not a directory"),
+    "record directory": (["--record", "/"], "--record /: this is a directory; name a file in it"),
+    "record one token": (["--record", "x.json", "--max-new-tokens", "1"], "--record with --max-new-tokens 1: the first token comes from"),
+    "record no room": (["--record", "x.json", "--max-seq-len", "13", "--max-new-tokens", "4"], "no room to measure two rounds"),
+    "stop dashes": (["--stop=--5"], "--stop '--5': neither a token id nor a single token"),
+    "stop digits": (["--stop", "9" * 5000], "neither a token id nor a single token"),
+    "stop surrogate": (["--stop", "\udcff"], "--stop '\\udcff': character 0, '\\udcff', is no valid Unicode; give text in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_USE)
+def test_wrong_use_is_status_2(command, case):
+    arguments, message = WRONG_USE[case]
+    status, out, err = command(*arguments)
+    assert (status, out) == (2, "") and err.startswith("dspark generate: ") and message in err and err.count("\n") == 1
+
+
+def test_text_that_is_no_utf8_is_status_2(command, monkeypatch):
+    """An argument's bytes come as surrogates; standard input fails or has them too, as the locale says."""
+    for arguments in ({"prompt": ("a\udcff\udcfe",)}, {"prompt": (), "stdin": "a\udcff"}):
+        status, out, err = command(**arguments)
+        assert (status, out) == (2, "") and "prompt 0: character 1, '\\udcff', is no valid Unicode; give text in UTF-8" in err
+    monkeypatch.setattr(io, "StringIO", lambda text: io.TextIOWrapper(io.BytesIO(b"ab\xff"), "utf-8"))
+    status, out, err = command(prompt=(), stdin="")
+    assert (status, out) == (2, "") and "standard input is not valid utf-8: invalid start byte at byte 2" in err
+
+
+def test_no_prompt_is_status_2(command):
+    assert command(prompt=())[0] == 2
+    status, _, err = command(prompt=(), stdin="")
+    assert status == 2 and "the prompt is empty" in err
+
+
+def test_a_wrong_environment_variable_is_status_2(command, monkeypatch):
+    monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_DRAFT_MS", "fast")
+    status, _, err = command()
+    assert status == 2 and "DEEPSEEK_DSPARK_GATE_DRAFT_MS" in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["generte"], ["generate", "x", "--mode", "blocks"], ["generate", "x", "--seed", "many"]])
+def test_unknown_arguments_are_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2 and "usage: dspark" in capsys.readouterr().err
+
+
+def broken_copy(directory, tmp_path, change):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(change(name, (directory / name).read_bytes()))
+    return str(tmp_path)
+
+
+def test_failures_are_status_1(command, directory, tmp_path, model, monkeypatch):
+    status, out, err = command("--checkpoint", str(tmp_path / "absent"))
+    assert (status, out) == (1, "") and "no such checkpoint directory" in err and "absent" in err
+    cut = broken_copy(directory, tmp_path, lambda name, raw: raw[:-9] if name.startswith("model") else raw)
+    status, _, err = command("--checkpoint", cut)
+    assert status == 1 and "model.safetensors" in err and "truncated" in err
+    damaged = with_nan_tokens(model, [ord("A")])
+    monkeypatch.setattr(dspark, "load", lambda *args, **options: damaged)
+    status, _, err = command()
+    assert status == 1 and "logits at position 4 are not finite" in err and "Traceback" not in err
+
+
+def test_a_serial_mtp_checkpoint_is_refused(command, directory, tmp_path):
+    def change(name, raw):
+        kept = {key: value for key, value in json.loads(raw).items() if "dspark" not in key} if name == "config.json" else None
+        return raw if kept is None else json.dumps(kept).encode()
+    status, out, err = command("--checkpoint", broken_copy(directory, tmp_path, change))
+    assert status in (1, 2) and out == "" and "dspark" in err and err.count("dspark generate:") == 1
+
+
+def test_ctrl_c_keeps_what_was_emitted(command, expected, monkeypatch):
+    def interrupted(self, *arguments):
+        for count, emission in enumerate(stream(self, *arguments)):
+            if count == 3:
+                raise KeyboardInterrupt
+            yield emission
+
+    stream = engine.Engine.stream
+    monkeypatch.setattr(engine.Engine, "stream", interrupted)
+    status, out, err = command("--json")
+    kept, result = 1 + sum(r.accepted + 1 for r in expected.rounds[0][:2]), json.loads(out)
+    assert status == 130 and result["finish_reason"] == "interrupted"
+    assert result["tokens"] == expected.tokens[0][:kept] and len(result["rounds"]) == 2
+    status, out, err = command()
+    assert status == 130 and out and expected.texts[0].startswith(out) and f"{kept} tokens in" in err and "interrupted" in err
+
+
+def test_ctrl_c_while_loading_is_status_130(command, monkeypatch):
+    def load(*arguments, **options):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(dspark, "load", load)
+    assert command() == (130, "", "")
+
+
+def test_sigint(directory):
+    """A real signal to a real process, once it has begun to write; it could go on for 60,000 tokens."""
+    arguments = ["generate", PROMPT, "--checkpoint", str(directory), "--max-seq-len", "65536", "--max-new-tokens", "60000",
+                 "--mode", "plain", "--stop", "255"]
+    process = subprocess.Popen([sys.executable, "-m", "dspark_jax.commands.main", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=os.environ | {"JAX_PLATFORMS": "cpu"}, cwd=GOLDENS.parents[1])
+    try:
+        assert select.select([process.stdout], [], [], 500)[0], "it writes something"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and out
+    assert b"interrupted" in err and b"tok/s" in err and b"Traceback" not in err
+
+
+def medians(monkeypatch, *values):
+    """The timed calls are made once, and take so many ms."""
+    left = iter(values)
+    monkeypatch.setattr(costs, "_median_ms", lambda call, repeats: call() is None or next(left))
+
+
+def test_record_and_replay(command, expected, tmp_path, capsys, monkeypatch):
+    """A draft of 5 ms, a plain step of 3 ms and a round of 11 ms: 6 ms of it verified."""
+    file = tmp_path / "rounds.json"
+    medians(monkeypatch, 5.0, 3.0, 11.0)
+    status, out, err = command("--record", str(file))
+    assert (status, out) == (0, expected.texts[0]) and "tok/s" in err
+    recorded = json.loads(file.read_text())
+    rounds = recorded["prompts"]["prompt"]
+    assert [(r["accept"], r["k"]) for r in rounds] == [(r.accepted, BLOCK) for r in expected.rounds[0]]
+    assert [r["conf"] for r in rounds] == [pytest.approx(r.confidence, abs=1e-6) for r in expected.rounds[0]]
+    assert all((r["draft_ms"], r["plain_ms"], r["verify_ms"]) == (5, 3, 6) for r in rounds)
+    assert main(["replay", str(file), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads(json.dumps(replay(str(file)))) and result["rounds"] == {"prompt": len(rounds)}
+    assert result["plain"]["prompt"] == pytest.approx(1000 / rounds[0]["plain_ms"])
+    assert main(["replay", str(file)]) == 0 and "always-k" in capsys.readouterr().out
+    assert main(["replay", str(tmp_path / "absent.json")]) == 2 and "cannot be read" in capsys.readouterr().err
+
+
+def test_a_recording_without_rounds_is_refused_after_the_summary(command, expected, tmp_path):
+    """Nobody knew that the first token would be the last."""
+    status, out, err = command("--record", str(tmp_path / "rounds.json"), "--stop", str(expected.tokens[0][0]))
+    assert status == 2 and out and "1 tokens in" in err and not list(tmp_path.iterdir())
+    assert "no round verified the whole block" in err
+
+
+def test_a_recording_that_fills_the_cache_is_kept(command, model, tmp_path):
+    """The last rounds, several of them, verify what fits: they are left out, and no gate is said to have truncated them."""
+    length = MAX_SEQ_LEN - len(PROMPT.encode())
+    rounds = dspark.generate(model, PROMPT, length, stop_token_ids=[]).rounds[0]
+    whole = [r.accepted for r in rounds if r.verified == BLOCK]
+    assert len(whole) < len(rounds) - 1, "more than one is short"
+    assert {r.skipped for r in rounds} == {""}
+    file = tmp_path / "rounds.json"
+    status, _, err = command("--record", str(file), "--max-new-tokens", str(length), "--stop", "255")
+    assert status == 0 and "gate: 0 rounds truncated, 0 skipped" in err
+    assert [r["accept"] for r in json.loads(file.read_text())["prompts"]["prompt"]] == whole
+
+
+def test_a_damaged_drafter_is_status_1(command, model, expected, tmp_path, monkeypatch):
+    """What was emitted before is shown, no JSON and no recording of it is written."""
+    damaged = with_nan_drafter(model, "norm.weight")
+    monkeypatch.setattr(dspark, "load", lambda *args, **options: damaged)
+    for options in ([], ["--json"], ["--record", str(tmp_path / "rounds.json")]):
+        status, out, err = command(*options)
+        assert status == 1 and "not finite" in err and "mtp.*" in err and "Traceback" not in err and "{" not in out
+        assert out == ("" if "--json" in options else dspark.generate(model, PROMPT, 1).texts[0] + "\n")  # the error begins a line
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_takes_the_gate_of_the_environment(model, capsys, monkeypatch):
+    """As generate does; --gate switches it on too."""
+    gates = []
+    monkeypatch.setattr(dspark, "load", lambda *args, **options: model)
+    monkeypatch.setattr(bench, "measure", lambda model, length, repeats, gate: gates.append(gate.enabled) or {})
+    for value, options in (("0", []), ("1", []), ("0", ["--gate"])):
+        monkeypatch.setenv("DEEPSEEK_DSPARK_GATE", value)
+        assert main(["bench", "--json", *options]) == 0
+    assert gates == [False, True, True]
+
+
+def test_costs(model, directory, monkeypatch):
+    """Behind a prompt that fills the cache, too: it is cut. Where two rounds do not fit, the error says so."""
+    for prompt in ([1, 2, 3], [1] * MAX_SEQ_LEN):
+        times = costs.measure(model, prompt)
+        assert times.keys() == {"draft_ms", "verify_ms", "plain_ms"} and times["draft_ms"] > 0 < times["plain_ms"]
+    medians(monkeypatch, 5.0, 3.0, 4.0)
+    assert costs.measure(model, [1])["verify_ms"] == 0, "a round that seems shorter than its draft costs no less than nothing"
+    short = dspark.load(directory, max_seq_len=13)
+    with pytest.raises(dspark.ConfigError, match="max_seq_len 13 has no room to measure two rounds of 6 tokens"):
+        costs.measure(short, [1])
+
+
+def test_costs_time_rounds_that_happen(model, monkeypatch):
+    """Every timed call is a round: none comes after the end of its stream."""
+    counts = []
+
+    def count(call, repeats):
+        counts.append(sum(bool(call()) for _ in range(repeats + 1)))
+        return 1.0
+
+    monkeypatch.setattr(costs, "_median_ms", count)
+    monkeypatch.setattr(steps, "draft", lambda *arguments: 1)
+    for length in (1, 60, 128):
+        costs.measure(model, [5] * length)
+    assert counts == [17] * 9
+
+
+def test_public_functions_keep_their_arguments(model):
+    """prefill, draft and commit leave the caches they are given usable, and unchanged."""
+    _, _, cache = steps.prefill(model, [1, 2, 3])
+    first = dspark.draft(model, cache, [4])
+    dspark.commit(cache, [0])
+    again = dspark.draft(model, cache, [4])
+    assert first.tokens.tolist() == again.tokens.tolist() and cache.position.tolist() == [3]
+
+
+# Help and inspect
+
+UNITS = {"generate": ["tokens to emit (default 128)", "tokens of prompt and output", "default block", "DEEPSEEK_DSPARK_GATE_*"],
+         "bench": ["tokens to emit per run (default 128)", "default 5"],
+         "inspect": ["bytes"],
+         "replay": ["in ms", "default 300", "default 109"]}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_help_says_units_and_defaults(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and all(part in shown for part in UNITS[name])
+
+
+def test_inspect(directory, capsys):
+    assert main(["inspect", str(directory)]) == 0
+    shown = capsys.readouterr().out
+    assert "drafter" in shown and "fp4" in shown
+    assert main(["inspect", str(directory / "absent")]) == 1
+    assert "absent" in capsys.readouterr().err
