@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.pallas_kernels import Experts, pallas_triton, oracle
+from dspark_jax.pallas_kernels import Experts, oracle, pallas_triton
 from dspark_jax.pallas_kernels.routing import Held
 
 LIMIT = 10.0
-REAL = dict(width=4096, inner=2048, experts=64, routes=6)  # one device's share of the 256 experts of a layer
+REAL = dict(
+    width=4096, inner=2048, experts=64, routes=6
+)  # one device's share of the 256 experts of a layer
 SMALL = dict(width=512, inner=256, experts=8, routes=4)
 BLOCKS = [
     pallas_triton.DECODE,
@@ -35,7 +37,13 @@ BLOCKS = [
 CANDIDATES = {
     "decode": [
         pallas_triton.Blocks(*b)
-        for b in ((8, 64, 256, 4, 3), (8, 32, 256, 2, 3), (8, 64, 256, 4, 2), (8, 128, 256, 8, 2), (8, 64, 512, 4, 2))
+        for b in (
+            (8, 64, 256, 4, 3),
+            (8, 32, 256, 2, 3),
+            (8, 64, 256, 4, 2),
+            (8, 128, 256, 8, 2),
+            (8, 64, 512, 4, 2),
+        )
     ],
     "prefill": [
         pallas_triton.Blocks(*b)
@@ -99,8 +107,12 @@ def check_blocks(blocks, seeds, interpret, activation_quant=False):
         mask[rng.integers(rows)] = False
         x[~mask] = np.nan
         y = np.asarray(run(x, ids, weights, mask, experts))
-        assert np.array_equal(y, np.asarray(run(x, ids, weights, mask, experts))), f"seed {seed}: a rerun differs"
-        turned = np.asarray(run(x[::-1].copy(), ids[::-1].copy(), weights[::-1].copy(), mask[::-1].copy(), experts))[::-1]
+        assert np.array_equal(y, np.asarray(run(x, ids, weights, mask, experts))), (
+            f"seed {seed}: a rerun differs"
+        )
+        turned = np.asarray(
+            run(x[::-1].copy(), ids[::-1].copy(), weights[::-1].copy(), mask[::-1].copy(), experts)
+        )[::-1]
         assert np.array_equal(y, turned), f"seed {seed}: a row depends on its place"
         if seed < 3:
             few = np.asarray(run(x[:3], ids[:3], weights[:3], mask[:3], experts))
@@ -136,7 +148,9 @@ def lines(seed, activation_quant, *arguments):
     key = seed, activation_quant
     if key not in _LINES:
         options = dict(swiglu_limit=LIMIT, activation_quant=activation_quant)
-        _LINES[key] = tuple(oracle.line(*arguments, round_bf16=rounds, **options) for rounds in (False, True))
+        _LINES[key] = tuple(
+            oracle.line(*arguments, round_bf16=rounds, **options) for rounds in (False, True)
+        )
     return _LINES[key]
 
 
@@ -160,9 +174,11 @@ def copy_bandwidth(megabytes):
 
 
 def repeated(call, loops):
-    """A jitted function that runs `call(item, experts, zero)` for every item, `loops` times, on the device alone.
+    """A jitted function that runs `call(item, experts, zero)` for every item, `loops` times, on the
+    device alone.
 
-    `zero` depends on the run before, so that neither the loop nor equal calls can be optimised away.
+    `zero` depends on the run before, so that neither the loop nor equal calls can be optimised
+    away.
     """
 
     @jax.jit
@@ -178,7 +194,9 @@ def repeated(call, loops):
 
 
 def speed(rows, experts, size, blocks, regime, interpret, whole_too, calls=4, loops=25):
-    """(seconds of the two kernels, seconds of the whole op or None, bytes of the active experts), means over `calls` routings."""
+    """(seconds of the two kernels, seconds of the whole op or None, bytes of the active experts),
+    means over `calls` routings.
+    """
     rng = np.random.default_rng(rows)
     loops = 1 if interpret else loops
     here = Held(0, size["experts"])
@@ -187,14 +205,24 @@ def speed(rows, experts, size, blocks, regime, interpret, whole_too, calls=4, lo
     moved = np.mean([len(np.unique(b[1])) for b in batches]) * sum(a[0].nbytes for a in experts)
 
     prepare = jax.jit(lambda *b: pallas_triton.prepare(*b, here, False, blocks, interpret)[0])
-    kernels = lambda work, experts, zero: pallas_triton.run_tiles(work._replace(slot_weight=work.slot_weight + zero), experts, **options)
-    whole = lambda b, experts, zero: pallas_triton.moe_fp4_gpu(*b[:2], b[2] + zero, b[3], experts, here=here, regime=regime, **options)
+    kernels = lambda work, experts, zero: pallas_triton.run_tiles(
+        work._replace(slot_weight=work.slot_weight + zero), experts, **options
+    )
+    whole = lambda b, experts, zero: pallas_triton.moe_fp4_gpu(
+        *b[:2], b[2] + zero, b[3], experts, here=here, regime=regime, **options
+    )
     time_of = lambda call, items: seconds(repeated(call, loops), items, experts) / (calls * loops)
-    return time_of(kernels, [prepare(*b) for b in batches]), time_of(whole, batches) if whole_too else None, moved
+    return (
+        time_of(kernels, [prepare(*b) for b in batches]),
+        time_of(whole, batches) if whole_too else None,
+        moved,
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
@@ -205,7 +233,10 @@ def main():
     print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}")
 
     report, failed = [], False
-    for blocks, quant in [(pallas_triton.DECODE, True), *((b, False) for b in (BLOCKS[:2] if options.dry_run else BLOCKS))]:
+    for blocks, quant in [
+        (pallas_triton.DECODE, True),
+        *((b, False) for b in (BLOCKS[:2] if options.dry_run else BLOCKS)),
+    ]:
         start = time.perf_counter()
         try:
             worst = check_blocks(blocks, options.seeds, options.dry_run, quant)
@@ -232,20 +263,34 @@ def main():
         start = time.perf_counter()
         fitted = pallas_triton.blocks_for(regime, experts, blocks)
         times = speed(
-            rows, experts, size, fitted, regime, options.dry_run, number >= len(trials), calls=4 if regime == "decode" else 1
+            rows,
+            experts,
+            size,
+            fitted,
+            regime,
+            options.dry_run,
+            number >= len(trials),
+            calls=4 if regime == "decode" else 1,
         )
         speeds.append(speed_line(fitted, rows, bandwidth, *times))
         print(speeds[-1], f" {time.perf_counter() - start:.1f} s")
 
-    print("\ncorrectness: relative l2 against float64 with the kernel's roundings, without; with one expert swapped")
+    print(
+        "\ncorrectness: relative l2 against float64 with the kernel's roundings, without; with "
+        "one expert swapped"
+    )
     print(f"{'tile,n,k,warps,stages':24} rounded  float64  swapped", *report, sep="\n")
     print(f"\nspeed: {size}; copy bandwidth {bandwidth / 1e9:.0f} GB/s")
-    print(f"{'tile,n,k,warps,stages':24} rows       MB  kernels us  share   whole us  share", *speeds, sep="\n")
+    print(
+        f"{'tile,n,k,warps,stages':24} rows       MB  kernels us  share   whole us  share",
+        *speeds,
+        sep="\n",
+    )
     sys.exit(failed)
 
 
 def name(blocks):
-    return f"{str(tuple(blocks)):24}"
+    return f"{tuple(blocks)!s:24}"
 
 
 def speed_line(blocks, rows, bandwidth, kernels, whole, moved):

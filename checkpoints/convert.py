@@ -1,11 +1,13 @@
-"""Conversion to the layout of `orbax_io`, unit by unit: bounded memory, several processes, resumable after a kill at any moment.
+"""Conversion to the layout of `orbax_io`, unit by unit: bounded memory, several processes,
+resumable after a kill at any moment.
 
 What makes it so:
-* Orbax writes a unit beside its place and renames it; then NAME.done (JSON: the unit, its checksums) appears by another rename,
-  after the unit's files are on the disk. Only with that file does a unit count; all else in units/ is removed and done again.
+* Orbax writes a unit beside its place and renames it; then NAME.done (JSON: the unit, its
+  checksums) appears by another rename, after the unit's files are on the disk. Only with that file
+  does a unit count; all else in units/ is removed and done again.
 * manifest.json is written when every unit is done. Before, the directory is not a checkpoint.
-* conversion.json says what is converted. A conversion goes on only from the same source: names, sizes, modification times and
-  headers of its files, checked again before the manifest is written.
+* conversion.json says what is converted. A conversion goes on only from the same source: names,
+  sizes, modification times and headers of its files, checked again before the manifest is written.
 """
 
 import contextlib
@@ -26,12 +28,30 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.checkpoints.checksum import checksum, total
-from dspark_jax.checkpoints.official import OfficialCheckpoint
-from dspark_jax.checkpoints.orbax_io import (FORMAT, MANIFEST, STATE, UNIT_BYTES, UNITS, ConvertedCheckpoint, Leaf, Piece, Unit,
-                                  describe, lost_files, plan_units, quiet_orbax, raise_damaged, read_manifest, read_object,
-                                  sha256, understand, write_unit)
-from dspark_jax.checkpoints.placing import Bounds, first_owners, place
 from dspark_jax.checkpoints.errors import CheckpointError
+from dspark_jax.checkpoints.official import OfficialCheckpoint
+from dspark_jax.checkpoints.orbax_io import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    UNIT_BYTES,
+    UNITS,
+    ConvertedCheckpoint,
+    Leaf,
+    Piece,
+    Unit,
+    describe,
+    lost_files,
+    plan_units,
+    quiet_orbax,
+    raise_damaged,
+    read_manifest,
+    read_object,
+    sha256,
+    understand,
+    write_unit,
+)
+from dspark_jax.checkpoints.placing import Bounds, first_owners, place
 
 LOCK, DONE = ".lock", ".done"
 TEXTS = ("config.json", "tokenizer.json")  # copied as they are
@@ -39,15 +59,26 @@ Read = Callable[[Leaf, Bounds, np.ndarray], None]
 Progress = Callable[[int, int], None]
 
 
-def convert(checkpoint: OfficialCheckpoint, target: str | Path, leaves: Iterable[Leaf], read: Read, mesh: Mesh,
-            rules: Mapping[str, str], progress: Progress | None = None, unit_bytes: int = UNIT_BYTES) -> None:
+def convert(
+    checkpoint: OfficialCheckpoint,
+    target: str | Path,
+    leaves: Iterable[Leaf],
+    read: Read,
+    mesh: Mesh,
+    rules: Mapping[str, str],
+    progress: Progress | None = None,
+    unit_bytes: int = UNIT_BYTES,
+) -> None:
     """Writes the converted checkpoint `target`, or what is missing of it.
 
-    leaves: what to store. read(leaf, bounds, out): writes a slice of one into `out`; called for what this process's devices hold.
+    leaves: what to store. read(leaf, bounds, out): writes a slice of one into `out`; called for
+      what this process's devices hold.
     mesh: the devices whose processes share the work; the result does not depend on it.
-    rules: logical axis of a leaf -> axis of the mesh that it is cut over; an axis that is absent is not cut.
+    rules: logical axis of a leaf -> axis of the mesh that it is cut over; an axis that is absent is
+      not cut.
     progress: called with (bytes done, bytes in all), bytes of what is written.
-    Raises CheckpointError when the target cannot be written, holds something else, or the source is damaged or changes.
+    Raises CheckpointError when the target cannot be written, holds something else, or the source is
+      damaged or changes.
     """
     quiet_orbax()
     target, units = Path(target), plan_units(leaves, unit_bytes)
@@ -71,12 +102,17 @@ def convert(checkpoint: OfficialCheckpoint, target: str | Path, leaves: Iterable
 
 
 def verify(path: str | Path, progress: Progress | None = None) -> int:
-    """Reads a converted checkpoint and compares it with the checksums of what the conversion read. Returns the arrays' bytes.
+    """Reads a converted checkpoint and compares it with the checksums of what the conversion read.
+    Returns the arrays' bytes.
 
     Raises one CheckpointError that names every leaf and file that differs or cannot be read.
     """
     checkpoint = ConvertedCheckpoint.open(path)
-    needed, read, found = sum(unit.nbytes for unit in checkpoint.units.values()), 0, checkpoint.lost_files()
+    needed, read, found = (
+        sum(unit.nbytes for unit in checkpoint.units.values()),
+        0,
+        checkpoint.lost_files(),
+    )
     for name, unit in checkpoint.units.items():
         if progress is not None:
             progress(read, needed)
@@ -94,11 +130,17 @@ def fingerprint(checkpoint: OfficialCheckpoint) -> dict[str, Any]:
     for name, file in sorted(checkpoint.files.items()):
         status = file.path.stat()
         header = repr(sorted(file.entries.items())).encode()
-        files[name] = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "header": sha256(header)}
+        files[name] = {
+            "bytes": status.st_size,
+            "modified_ns": status.st_mtime_ns,
+            "header": sha256(header),
+        }
     return {"config": sha256((checkpoint.path / "config.json").read_bytes()), "files": files}
 
 
-def _convert_unit(target: Path, unit: Unit, read: Read, mesh: Mesh, rules: Mapping[str, str]) -> None:
+def _convert_unit(
+    target: Path, unit: Unit, read: Read, mesh: Mesh, rules: Mapping[str, str]
+) -> None:
     arrays, sums = {}, []
     for piece in unit.pieces:
         array, own = _array(piece, read, mesh, rules)
@@ -110,20 +152,27 @@ def _convert_unit(target: Path, unit: Unit, read: Read, mesh: Mesh, rules: Mappi
         write_unit(path, unit, arrays)
         if jax.process_index() == 0:
             _sync_tree(path)
-            checksums = {piece.leaf.name: value for piece, value in zip(unit.pieces, sums, strict=True)}
+            checksums = {
+                piece.leaf.name: value for piece, value in zip(unit.pieces, sums, strict=True)
+            }
             _write_json(target / UNITS / f"{unit.name}{DONE}", describe(unit, checksums))
 
 
-def _array(piece: Piece, read: Read, mesh: Mesh, rules: Mapping[str, str]) -> tuple[jax.Array | np.ndarray, int]:
+def _array(
+    piece: Piece, read: Read, mesh: Mesh, rules: Mapping[str, str]
+) -> tuple[jax.Array | np.ndarray, int]:
     """The piece over the mesh, and the checksum of the parts that this process owns.
 
-    What a mesh does not cut is an array of the host's that process 0 reads and Orbax writes there. (As a replicated jax.Array
-    every device would have it, and Orbax would compile programs to share out the writing.)
+    What a mesh does not cut is an array of the host's that process 0 reads and Orbax writes there.
+    (As a replicated jax.Array every device would have it, and Orbax would compile programs to share
+    out the writing.)
     """
     leaf, sums = piece.leaf, []
 
     def part(bounds: Bounds) -> np.ndarray:
-        inside = tuple((a + start, b + start) for (a, b), start in zip(bounds, piece.origin, strict=True))
+        inside = tuple(
+            (a + start, b + start) for (a, b), start in zip(bounds, piece.origin, strict=True)
+        )
         values = np.empty([stop - start for start, stop in inside], jnp.dtype(leaf.dtype))
         read(leaf, inside, values)
         if bounds in owned:
@@ -133,7 +182,11 @@ def _array(piece: Piece, read: Read, mesh: Mesh, rules: Mapping[str, str]) -> tu
     whole = tuple((0, size) for size in piece.shape)
     if not any(leaf.axes):
         owned = {whole}
-        array = part(whole) if jax.process_index() == 0 else np.zeros(piece.shape, jnp.dtype(leaf.dtype))
+        array = (
+            part(whole)
+            if jax.process_index() == 0
+            else np.zeros(piece.shape, jnp.dtype(leaf.dtype))
+        )
     else:
         where = NamedSharding(mesh, PartitionSpec(*(rules.get(axis) for axis in leaf.axes)))
         owned = first_owners(piece.shape, where)
@@ -167,7 +220,9 @@ def _begin(target: Path, state: dict[str, Any], units: list[Unit]) -> bool:
 
 
 def _require_whole(target: Path, units: list[Unit]) -> None:
-    """A conversion with a manifest must hold all that `load` and Orbax need; its arrays are not read, that is for `verify`."""
+    """A conversion with a manifest must hold all that `load` and Orbax need; its arrays are not
+    read, that is for `verify`.
+    """
     checkpoint = ConvertedCheckpoint.open(target)
     checkpoint.check(piece.leaf for unit in units for piece in unit.pieces)
     raise_damaged(target, checkpoint.lost_files(), checkpoint.changed_texts())
@@ -176,42 +231,66 @@ def _require_whole(target: Path, units: list[Unit]) -> None:
 def _require_empty(target: Path) -> None:
     if (target / UNITS).is_dir():
         read_manifest(target)  # says that it is lost
-    ours = (LOCK, _partial(target / STATE).name)  # of a conversion that was killed before it said what it converts
+    ours = (
+        LOCK,
+        _partial(target / STATE).name,
+    )  # of a conversion that was killed before it said what it converts
     if strangers := sorted(path.name for path in target.iterdir() if path.name not in ours):
-        raise CheckpointError(f"{target}: is not empty and no conversion (it has {', '.join(strangers[:3])}); "
-                              "choose another target")
+        raise CheckpointError(
+            f"{target}: is not empty and no conversion (it has {', '.join(strangers[:3])}); "
+            "choose another target"
+        )
 
 
 def _require_room(target: Path, units: list[Unit]) -> None:
     needed, free = sum(unit.nbytes for unit in units), shutil.disk_usage(target).free
     if needed > free:
-        raise CheckpointError(f"{target}: {needed:,} bytes are still to be written, {free:,} are free; make room and run it "
-                              "again")
+        raise CheckpointError(
+            f"{target}: {needed:,} bytes are still to be written, {free:,} are free; make room "
+            "and run it "
+            "again"
+        )
 
 
 def _require_same(target: Path, held: dict[str, Any], state: dict[str, Any]) -> None:
     different = [key for key in state if held.get(key) != state[key]]
     if different:
-        raise CheckpointError(f"{target}: holds a conversion with another {', '.join(different)}; choose another target, or "
-                              "remove this one to start again")
+        raise CheckpointError(
+            f"{target}: holds a conversion with another {', '.join(different)}; choose another "
+            "target, or "
+            "remove this one to start again"
+        )
 
 
 def _require_shared(seen: Path, checkpoint: OfficialCheckpoint, source: dict[str, Any]) -> None:
-    """Every process must see the source that process 0 reads, and the file `seen` that it has in the target."""
+    """Every process must see the source that process 0 reads, and the file `seen` that it has in
+    the target.
+    """
     if jax.process_count() == 1:
         return
-    headers = [source["config"], *((name, file["bytes"], file["header"]) for name, file in source["files"].items())]
+    headers = [
+        source["config"],
+        *((name, file["bytes"], file["header"]) for name, file in source["files"].items()),
+    ]
     digest = np.frombuffer(hashlib.sha256(repr(headers).encode()).digest(), np.uint32)
     if not np.array_equal(multihost_utils.broadcast_one_to_all(digest), digest):
-        raise CheckpointError(f"{checkpoint.path}: process {jax.process_index()} finds another checkpoint here than process 0; "
-                              "all processes must read the same one")
+        raise CheckpointError(
+            f"{checkpoint.path}: process {jax.process_index()} finds another checkpoint here "
+            "than process 0; "
+            "all processes must read the same one"
+        )
     if not seen.exists():
-        raise CheckpointError(f"{seen.parent}: process {jax.process_index()} does not see here what process 0 wrote; the target "
-                              "must be on a file system that all processes share")
+        raise CheckpointError(
+            f"{seen.parent}: process {jax.process_index()} does not see here what process 0 "
+            "wrote; the target "
+            "must be on a file system that all processes share"
+        )
 
 
 def _left(target: Path, units: list[Unit]) -> list[Unit]:
-    """The units still to be written; what was begun of them is removed. Raises CheckpointError when they will not fit."""
+    """The units still to be written; what was begun of them is removed. Raises CheckpointError when
+    they will not fit.
+    """
     done = _agreed([_checksums(target, unit) is not None for unit in units])
     left = [unit for unit, finished in zip(units, done, strict=True) if not finished]
     if jax.process_index() == 0:
@@ -238,17 +317,32 @@ def _checksums(target: Path, unit: Unit) -> dict[str, int] | None:
     return checksums if found == unit else None
 
 
-def _finish(target: Path, checkpoint: OfficialCheckpoint, state: dict[str, Any], units: list[Unit]) -> None:
+def _finish(
+    target: Path, checkpoint: OfficialCheckpoint, state: dict[str, Any], units: list[Unit]
+) -> None:
     if jax.process_index() == 0:
         if fingerprint(checkpoint) != state["source"]:
-            raise CheckpointError(f"{checkpoint.path}: changed while it was converted; remove {target} and start again")
-        texts = {name: (checkpoint.path / name).read_bytes() for name in TEXTS if (checkpoint.path / name).exists()}
+            raise CheckpointError(
+                f"{checkpoint.path}: changed while it was converted; remove {target} and start "
+                "again"
+            )
+        texts = {
+            name: (checkpoint.path / name).read_bytes()
+            for name in TEXTS
+            if (checkpoint.path / name).exists()
+        }
         with _writing(target):
             for name, text in texts.items():
                 _write_bytes(target / name, text)
-            _write_json(target / MANIFEST, {**state, "source_path": str(checkpoint.path.absolute()),
-                                            "texts": {name: sha256(text) for name, text in texts.items()},
-                                            "units": [describe(unit, _checksums(target, unit)) for unit in units]})
+            _write_json(
+                target / MANIFEST,
+                {
+                    **state,
+                    "source_path": str(checkpoint.path.absolute()),
+                    "texts": {name: sha256(text) for name, text in texts.items()},
+                    "units": [describe(unit, _checksums(target, unit)) for unit in units],
+                },
+            )
             _remove_traces(target)
     _together("dspark_convert_finish")
 
@@ -286,7 +380,8 @@ def _lock(target: Path) -> Iterator[None]:
 def _locked(target: Path) -> IO[str]:
     """The lock's file, open and locked.
 
-    Another conversion may have removed it meanwhile: what is locked then excludes nobody, and the next file is tried.
+    Another conversion may have removed it meanwhile: what is locked then excludes nobody, and the
+    next file is tried.
     """
     while True:
         file = open(target / LOCK, "w")
@@ -296,7 +391,9 @@ def _locked(target: Path) -> IO[str]:
                 return file
         except BlockingIOError:
             file.close()
-            raise CheckpointError(f"{target}: another process is converting to this directory") from None
+            raise CheckpointError(
+                f"{target}: another process is converting to this directory"
+            ) from None
         except FileNotFoundError:
             pass
         file.close()
@@ -304,16 +401,23 @@ def _locked(target: Path) -> IO[str]:
 
 @contextlib.contextmanager
 def _writing(target: Path) -> Iterator[None]:
-    """Faults of the target's disk become one clear error. Orbax passes on TensorStore's, which are no OSErrors."""
+    """Faults of the target's disk become one clear error. Orbax passes on TensorStore's, which are
+    no OSErrors.
+    """
     try:
         yield
-    except jax.errors.JaxRuntimeError:  # no fault of the disk: another process is gone, or a device is out of memory
+    except (
+        jax.errors.JaxRuntimeError
+    ):  # no fault of the disk: another process is gone, or a device is out of memory
         raise
     except (OSError, ValueError, RuntimeError) as error:
         existing = next(path for path in [target, *target.absolute().parents] if path.exists())
         cause = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{target}: cannot be written ({cause}); {shutil.disk_usage(existing).free:,} bytes are free. Run "
-                              "it again when the cause is gone: it goes on where it stopped") from error
+        raise CheckpointError(
+            f"{target}: cannot be written ({cause}); {shutil.disk_usage(existing).free:,} bytes "
+            "are free. Run "
+            "it again when the cause is gone: it goes on where it stopped"
+        ) from error
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -355,7 +459,9 @@ def _sync(path: Path) -> None:
 
 
 def _trim_memory() -> None:
-    """glibc keeps freed blocks of many megabytes in its arenas; over hundreds of units that would add up to several units."""
+    """glibc keeps freed blocks of many megabytes in its arenas; over hundreds of units that would
+    add up to several units.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
@@ -368,13 +474,22 @@ def _together(name: str) -> None:
 
 def _agreed(done: list[bool]) -> list[bool]:
     """What process 0 sees, in all processes."""
-    return [bool(d) for d in multihost_utils.broadcast_one_to_all(np.array(done))] if jax.process_count() > 1 else done
+    return (
+        [bool(d) for d in multihost_utils.broadcast_one_to_all(np.array(done))]
+        if jax.process_count() > 1
+        else done
+    )
 
 
 def _added_up(sums: list[int]) -> list[int]:
-    """The sums of all processes, modulo 2 ** 64; in halves, because JAX has no 64-bit integers by default."""
+    """The sums of all processes, modulo 2 ** 64; in halves, because JAX has no 64-bit integers by
+    default.
+    """
     if jax.process_count() == 1:
         return sums
     halves = np.array([[value & 0xFFFFFFFF, value >> 32] for value in sums], np.uint32)
     everyone = np.asarray(multihost_utils.process_allgather(halves)).astype(object)
-    return [total(int(low) + (int(high) << 32) for low, high in rows) for rows in everyone.swapaxes(0, 1)]
+    return [
+        total(int(low) + (int(high) << 32) for low, high in rows)
+        for rows in everyone.swapaxes(0, 1)
+    ]

@@ -1,4 +1,6 @@
-"""The exceptions of files: what `dspark_jax.errors` hands on. This package imports nothing of the library around it."""
+"""The exceptions of files: what `dspark_jax.errors` hands on. This package imports nothing of the
+library around it.
+"""
 
 
 class DsparkError(Exception):

@@ -4,8 +4,9 @@
     fp8   e4m3 values, one e8m0 scale for a block of 128 x 128, edge blocks partial
     fp4   e2m1 codes, two a byte, column 2j in the low nibble; one e8m0 scale for 32 consecutive columns
 
-Dequantising is exact in float32. Quantising picks the smallest power of two with amax / scale <= the format's maximum and rounds
-to nearest, ties to even; quantising what was dequantised gives the same values again.
+Dequantising is exact in float32. Quantising picks the smallest power of two with amax / scale <=
+the format's maximum and rounds to nearest, ties to even; quantising what was dequantised gives the
+same values again.
 """
 
 import ml_dtypes
@@ -19,18 +20,24 @@ E8M0_NAN = 255
 E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_E2M1_PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1)  # [256, 2]: both columns of a byte
+_E2M1_PAIRS = np.stack(
+    [E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1
+)  # [256, 2]: both columns of a byte
 _E2M1_STEPS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbouring magnitudes
 
 
-def dequantise_fp8(weight: np.ndarray, scale: np.ndarray, first_row: int = 0, first_column: int = 0) -> np.ndarray:
-    """e4m3 bytes uint8 [N, K] with the e8m0 bytes uint8 of the blocks they lie in, to float32 [N, K].
+def dequantise_fp8(
+    weight: np.ndarray, scale: np.ndarray, first_row: int = 0, first_column: int = 0
+) -> np.ndarray:
+    """e4m3 bytes uint8 [N, K] with the e8m0 bytes uint8 of the blocks they lie in, to float32 [N,
+    K].
 
-    `first_row`, `first_column` say where the values begin inside the first block, when they are a slice of a larger tensor.
+    `first_row`, `first_column` say where the values begin inside the first block, when they are a
+    slice of a larger tensor.
     """
     rows, columns = weight.shape
     out = E4M3[weight]
-    factors = np.repeat(E8M0[scale], FP8_BLOCK, axis=1)[:, first_column:first_column + columns]
+    factors = np.repeat(E8M0[scale], FP8_BLOCK, axis=1)[:, first_column : first_column + columns]
     start = 0
     for block in range(scale.shape[0]):
         stop = min((block + 1) * FP8_BLOCK - first_row, rows)
@@ -55,7 +62,9 @@ def quantise_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for i in range(grid[0]):
         band = slice(i * FP8_BLOCK, (i + 1) * FP8_BLOCK)
         column_max = np.abs(values[band]).max(axis=0)
-        column_max = np.pad(column_max, (0, grid[1] * FP8_BLOCK - columns)).reshape(grid[1], FP8_BLOCK)
+        column_max = np.pad(column_max, (0, grid[1] * FP8_BLOCK - columns)).reshape(
+            grid[1], FP8_BLOCK
+        )
         scale[i] = _scale_bytes(column_max.max(axis=1), E4M3_MAX)
         scaled = values[band] / np.repeat(E8M0[scale[i]], FP8_BLOCK)[:columns]
         codes[band] = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -77,7 +86,9 @@ def quantise_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scale_bytes(amax: np.ndarray, largest: float) -> np.ndarray:
-    """e8m0 bytes of 2 ** ceil(log2(amax * fl32(1 / largest))), read off the float32 bits; at least 2 ** -126 (all-zero block)."""
+    """e8m0 bytes of 2 ** ceil(log2(amax * fl32(1 / largest))), read off the float32 bits; at least
+    2 ** -126 (all-zero block).
+    """
     floor = np.float32(largest * 2.0**-126)
     ratio = np.maximum(amax.astype(np.float32), floor) * np.float32(1.0 / largest)
     bits = ratio.view(np.uint32)

@@ -8,13 +8,17 @@ from dspark_jax.checkpoints.errors import ConfigError
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in config.json at `path` (the file or its directory). A key given twice is refused."""
+    """The object in config.json at `path` (the file or its directory). A key given twice is
+    refused.
+    """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a checkpoint directory holds a config.json") from None
+        raise ConfigError(
+            f"{path}: no such file; a checkpoint directory holds a config.json"
+        ) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (OSError, ValueError) as error:

@@ -1,8 +1,10 @@
-"""Reads the official checkpoint layout: `model.safetensors`, or `model.safetensors.index.json` and its shards (spec section 2).
+"""Reads the official checkpoint layout: `model.safetensors`, or `model.safetensors.index.json` and
+its shards (spec section 2).
 
-Opening reads headers only and lists every fault of the files in one error; `check` compares the tensors with what a model expects
-and lists every missing, unexpected, misshapen or mistyped one by name. After that, values are read tensor by tensor or slice by
-slice, and only the bytes of the slice are touched.
+Opening reads headers only and lists every fault of the files in one error; `check` compares the
+tensors with what a model expects and lists every missing, unexpected, misshapen or mistyped one by
+name. After that, values are read tensor by tensor or slice by slice, and only the bytes of the
+slice are touched.
 
     storage   stored as                                            read as
     bf16      name                BF16 [shape]                     ml_dtypes.bfloat16 [shape]
@@ -27,16 +29,20 @@ import ml_dtypes
 import numpy as np
 
 from dspark_jax.checkpoints import formats
-from dspark_jax.checkpoints.safetensors_file import Entry, SafetensorsFile
-from dspark_jax.checkpoints.json_file import read_json
 from dspark_jax.checkpoints.errors import CheckpointError, ConfigError
+from dspark_jax.checkpoints.json_file import read_json
+from dspark_jax.checkpoints.safetensors_file import Entry, SafetensorsFile
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = {"bf16": ("BF16", ml_dtypes.bfloat16), "f32": ("F32", np.float32), "i64": ("I64", np.int64)}
 STORAGES = (*PLAIN, "fp8", "fp4")
 SCALE_DTYPES = ("F8_E8M0", "U8")
 # What only one kind of draft module has; the kind decides before tensors are compared one by one.
-DSPARK_MARKS = (".main_proj.weight", ".markov_head.markov_w1.weight", ".confidence_head.proj.weight")
+DSPARK_MARKS = (
+    ".main_proj.weight",
+    ".markov_head.markov_w1.weight",
+    ".confidence_head.proj.weight",
+)
 SERIAL_MARKS = (".e_proj.", ".h_proj.", ".enorm.", ".hnorm.")
 LONGEST_LIST = 400  # names of one sort that an error spells out
 
@@ -63,13 +69,20 @@ class TensorSpec:
         rows, columns = self.shape
         if self.storage == "fp8":
             grid = (-(-rows // formats.FP8_BLOCK), -(-columns // formats.FP8_BLOCK))
-            return {f"{self.name}.weight": (("F8_E4M3",), self.shape), f"{self.name}.scale": (SCALE_DTYPES, grid)}
-        return {f"{self.name}.weight": (("I8", "U8"), (rows, columns // 2)),
-                f"{self.name}.scale": (SCALE_DTYPES, (rows, columns // formats.FP4_BLOCK))}
+            return {
+                f"{self.name}.weight": (("F8_E4M3",), self.shape),
+                f"{self.name}.scale": (SCALE_DTYPES, grid),
+            }
+        return {
+            f"{self.name}.weight": (("I8", "U8"), (rows, columns // 2)),
+            f"{self.name}.scale": (SCALE_DTYPES, (rows, columns // formats.FP4_BLOCK)),
+        }
 
 
 class OfficialCheckpoint:
-    """An open checkpoint. Made by `open`; a context manager; what it returns stays valid after `close`."""
+    """An open checkpoint. Made by `open`; a context manager; what it returns stays valid after
+    `close`.
+    """
 
     def __init__(self, path: Path, files: dict[str, SafetensorsFile]):
         self.path, self.files = path, files
@@ -77,7 +90,9 @@ class OfficialCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> "OfficialCheckpoint":
-        """Opens a checkpoint directory (or one .safetensors file). Raises one CheckpointError with all faults of its files."""
+        """Opens a checkpoint directory (or one .safetensors file). Raises one CheckpointError with
+        all faults of its files.
+        """
         path = Path(path)
         if not path.exists():
             raise CheckpointError(f"{path}: no such checkpoint directory")
@@ -85,12 +100,18 @@ class OfficialCheckpoint:
         index = directory / INDEX if path.is_dir() else None
         if index is not None and index.exists():
             if single.exists():
-                raise CheckpointError(f"{path}: has both {SINGLE} and {INDEX}; remove the one that does not belong to it")
+                raise CheckpointError(
+                    f"{path}: has both {SINGLE} and {INDEX}; remove the one that does not belong "
+                    "to it"
+                )
             files, found = _open_shards(directory, index)
         elif single.exists():
             files, found = {single.name: SafetensorsFile(single)}, []
         else:
-            raise CheckpointError(f"{path}: has neither {SINGLE} nor {INDEX}; it is not a checkpoint in the official layout")
+            raise CheckpointError(
+                f"{path}: has neither {SINGLE} nor {INDEX}; it is not a checkpoint in the "
+                "official layout"
+            )
         found = [problem for file in files.values() for problem in file.problems] + found
         raise_checkpoint_error(path, found)
         return cls(directory, files)
@@ -121,7 +142,9 @@ class OfficialCheckpoint:
 
     @property
     def kind(self) -> str:
-        """What the tensor names say the draft module is: "dspark", "serial MTP", "transformers" (other names) or "none"."""
+        """What the tensor names say the draft module is: "dspark", "serial MTP", "transformers"
+        (other names) or "none".
+        """
         drafts = [name for name in self._where if name.startswith("mtp.")]
         if any(name.endswith(DSPARK_MARKS) for name in drafts):
             return "dspark"
@@ -130,7 +153,9 @@ class OfficialCheckpoint:
         return "transformers" if any(name.startswith("model.") for name in self._where) else "none"
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
-        """Every stored tensor must be claimed by exactly one spec and every spec stored as it says; else one CheckpointError."""
+        """Every stored tensor must be claimed by exactly one spec and every spec stored as it says;
+        else one CheckpointError.
+        """
         specs = list(specs)
         if any(spec.name.startswith("mtp.") for spec in specs):
             self._check_kind()
@@ -144,11 +169,19 @@ class OfficialCheckpoint:
             missing += absent
             wrong += mismatched
         unexpected = sorted(self._where.keys() - claimed)
-        found += _listed("missing", missing) + _listed("wrong", wrong) + _listed("unexpected", unexpected)
+        found += (
+            _listed("missing", missing)
+            + _listed("wrong", wrong)
+            + _listed("unexpected", unexpected)
+        )
         raise_checkpoint_error(self.path, found)
 
-    def read(self, spec: TensorSpec, rows: slice | None = None, cols: slice | None = None) -> np.ndarray:
-        """Logical values of `spec`, or of a slice of its rows (first axis) and, for matrices, columns. See the table above."""
+    def read(
+        self, spec: TensorSpec, rows: slice | None = None, cols: slice | None = None
+    ) -> np.ndarray:
+        """Logical values of `spec`, or of a slice of its rows (first axis) and, for matrices,
+        columns. See the table above.
+        """
         self._require(spec)
         height, width = spec.shape[0] if spec.shape else 1, math.prod(spec.shape[1:])
         if cols is not None and len(spec.shape) != 2:
@@ -165,8 +198,12 @@ class OfficialCheckpoint:
         values = values.reshape(shape if spec.shape else ())
         return self._integers(spec, values) if spec.storage == "i64" else values
 
-    def read_packed(self, spec: TensorSpec, rows: slice | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """An fp4 tensor as it is stored: (codes uint8 [N, K/2], low nibble first, scales uint8 e8m0 [N, K/32]), or rows of it."""
+    def read_packed(
+        self, spec: TensorSpec, rows: slice | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """An fp4 tensor as it is stored: (codes uint8 [N, K/2], low nibble first, scales uint8 e8m0
+        [N, K/32]), or rows of it.
+        """
         return self.read_codes(spec, rows), self.read_scales(spec, rows)
 
     def read_codes(self, spec: TensorSpec, rows: slice | None = None) -> np.ndarray:
@@ -197,7 +234,7 @@ class OfficialCheckpoint:
         columns = slice(blocks.start * half, blocks.stop * half)
         codes = self._where[f"{spec.name}.weight"].read(f"{spec.name}.weight", rows, columns)
         values = formats.dequantise_fp4(codes, self._scales(spec, rows, blocks))
-        return values[:, cols.start - first:cols.stop - first]
+        return values[:, cols.start - first : cols.stop - first]
 
     def _scales(self, spec: TensorSpec, rows: slice, columns: slice) -> np.ndarray:
         """e8m0 bytes; 255, NaN, is refused: it would spread into every product."""
@@ -205,8 +242,11 @@ class OfficialCheckpoint:
         scales = self._where[name].read(name, rows, columns)
         if (scales == formats.E8M0_NAN).any():
             i, j = np.argwhere(scales == formats.E8M0_NAN)[0]
-            raise CheckpointError(f"{self.path}: {name}[{rows.start + i}, {columns.start + j}] is e8m0 byte 255, NaN: "
-                                  "the file is damaged, copy it again")
+            raise CheckpointError(
+                f"{self.path}: {name}[{rows.start + i}, {columns.start + j}] is e8m0 byte 255, "
+                "NaN: "
+                "the file is damaged, copy it again"
+            )
         return scales
 
     def _integers(self, spec: TensorSpec, values: np.ndarray) -> np.ndarray:
@@ -214,7 +254,10 @@ class OfficialCheckpoint:
         least = -(2**31) if spec.limit is None else 0
         bad = (values < least) | (values >= limit)
         if bad.any():
-            raise CheckpointError(f"{self.path}: {spec.name} holds {values[bad].flat[0]}, outside {least}..{limit - 1}")
+            raise CheckpointError(
+                f"{self.path}: {spec.name} holds {values[bad].flat[0]}, outside "
+                f"{least}..{limit - 1}"
+            )
         return values.astype(np.int32)
 
     def _require(self, spec: TensorSpec) -> None:
@@ -224,7 +267,9 @@ class OfficialCheckpoint:
     def _compare(self, spec: TensorSpec) -> tuple[list[str], list[str]]:
         """What of `spec` is missing, and what is stored in another dtype or shape."""
         if spec.storage not in STORAGES:
-            raise ValueError(f"{spec.name}: storage {spec.storage!r}; allowed: {', '.join(STORAGES)}")
+            raise ValueError(
+                f"{spec.name}: storage {spec.storage!r}; allowed: {', '.join(STORAGES)}"
+            )
         missing, wrong = [], []
         for name, (dtypes, shape) in spec.stored().items():
             if name not in self._where:
@@ -238,21 +283,38 @@ class OfficialCheckpoint:
         return missing, wrong
 
     def _check_kind(self) -> None:
-        needed = ("needed is a DSpark checkpoint such as DeepSeek-V4-Flash of 0731, with mtp.0.main_proj and, in its last stage, "
-                  "markov_head and confidence_head")
+        needed = (
+            "needed is a DSpark checkpoint such as DeepSeek-V4-Flash of 0731, with "
+            "mtp.0.main_proj and, in its last stage, markov_head and confidence_head"
+        )
         if self.kind == "serial MTP":
-            held = sorted({name.rsplit(".", 1)[0] for name in self._where if any(mark in name for mark in SERIAL_MARKS)})
-            raise CheckpointError(f"{self.path}: holds a serial multi-token-prediction (MTP) head ({', '.join(held[:4])}), not "
-                                  f"DSpark draft stages; {needed}")
+            held = sorted(
+                {
+                    name.rsplit(".", 1)[0]
+                    for name in self._where
+                    if any(mark in name for mark in SERIAL_MARKS)
+                }
+            )
+            raise CheckpointError(
+                f"{self.path}: holds a serial multi-token-prediction (MTP) head "
+                f"({', '.join(held[:4])}), not DSpark draft stages; {needed}"
+            )
         if self.kind == "transformers":
-            raise CheckpointError(f"{self.path}: tensors are named as by Hugging Face transformers (model. ...); needed are the "
-                                  "official names (layers.0.attn.wq_a.weight ...)")
+            raise CheckpointError(
+                f"{self.path}: tensors are named as by Hugging Face transformers (model. ...); "
+                "needed are the "
+                "official names (layers.0.attn.wq_a.weight ...)"
+            )
         if self.kind == "none":
-            raise CheckpointError(f"{self.path}: holds no draft module (no DSpark tensors under mtp.); {needed}")
+            raise CheckpointError(
+                f"{self.path}: holds no draft module (no DSpark tensors under mtp.); {needed}"
+            )
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. Raises CheckpointError, as whatever is missing or damaged in it does."""
+    """config.json of a checkpoint directory. Raises CheckpointError, as whatever is missing or
+    damaged in it does.
+    """
     try:
         return read_json(path)
     except ConfigError as error:
@@ -269,15 +331,25 @@ def raise_checkpoint_error(path: str | Path, found: list[str]) -> None:
 def _open_shards(directory: Path, index: Path) -> tuple[dict[str, SafetensorsFile], list[str]]:
     """The files an index names, and everything in which the index and the files disagree."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_index_pairs)["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_index_pairs)[
+            "weight_map"
+        ]
         shards = sorted(set(weight_map.values()))
         if not weight_map or any(Path(shard).name != shard for shard in shards):
             raise ValueError("weight_map must name files of this directory")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, [f"{INDEX}: not understood: {type(error).__name__}: {error}"]
-    found = [f"{shard}: missing; the index names it" for shard in shards if not (directory / shard).exists()]
+    found = [
+        f"{shard}: missing; the index names it"
+        for shard in shards
+        if not (directory / shard).exists()
+    ]
     with collection_paused():
-        files = {shard: SafetensorsFile(directory / shard) for shard in shards if (directory / shard).exists()}
+        files = {
+            shard: SafetensorsFile(directory / shard)
+            for shard in shards
+            if (directory / shard).exists()
+        }
     stray = {path.name for path in directory.glob("model-*-of-*.safetensors")} - set(shards)
     found += [f"{name}: the index does not name this shard" for name in sorted(stray)]
     held: dict[str, str] = {}
@@ -296,7 +368,9 @@ def _open_shards(directory: Path, index: Path) -> tuple[dict[str, SafetensorsFil
 
 @contextlib.contextmanager
 def collection_paused():
-    """Within it Python collects no garbage: the 72,000 header entries of a full-size checkpoint are then made in a third of the time."""
+    """Within it Python collects no garbage: the 72,000 header entries of a full-size checkpoint are
+    then made in a third of the time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -317,12 +391,16 @@ def _index_pairs(pairs: list) -> dict:
 
 def _listed(what: str, names: list[str]) -> list[str]:
     lines = [f"{what}: {name}" for name in names[:LONGEST_LIST]]
-    return lines + ([f"{what}: and {len(names) - LONGEST_LIST} more"] if len(names) > LONGEST_LIST else [])
+    return lines + (
+        [f"{what}: and {len(names) - LONGEST_LIST} more"] if len(names) > LONGEST_LIST else []
+    )
 
 
 def _bounds(part: slice | None, size: int, name: str) -> slice:
     """A slice with explicit bounds inside 0..size."""
-    start, stop = (0, size) if part is None else (part.start or 0, size if part.stop is None else part.stop)
+    start, stop = (
+        (0, size) if part is None else (part.start or 0, size if part.stop is None else part.stop)
+    )
     if (part is not None and part.step not in (None, 1)) or not 0 <= start <= stop <= size:
         raise ValueError(f"{name}: slice {part} of {size}")
     return slice(start, stop)

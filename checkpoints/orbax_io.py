@@ -1,17 +1,19 @@
-"""A converted checkpoint: a directory of Orbax checkpoints that any mesh can load, whatever mesh wrote it.
+"""A converted checkpoint: a directory of Orbax checkpoints that any mesh can load, whatever mesh
+wrote it.
 
     config.json, tokenizer.json   as in the official checkpoint
     manifest.json                 what was converted, and which unit holds what, with checksums of arrays and of the files above;
                                   written last: a directory without it is not a checkpoint
     units/NAME/                   one Orbax PyTree, {leaf name: array}
 
-A leaf is a parameter of one layer as the model holds it: dense weights in bfloat16 (exact, also for what was FP8), float32 where
-the model wants float32, routed experts packed: codes and scales are uint8 leaves. Leaves are not stacked over layers, so that the
-files do not depend on how the model groups its layers. A unit holds the small leaves of a layer, or a range of a large one along
-an axis that no mesh cuts, so that whoever writes or reads it needs little memory.
+A leaf is a parameter of one layer as the model holds it: dense weights in bfloat16 (exact, also for
+what was FP8), float32 where the model wants float32, routed experts packed: codes and scales are
+uint8 leaves. Leaves are not stacked over layers, so that the files do not depend on how the model
+groups its layers. A unit holds the small leaves of a layer, or a range of a large one along an axis
+that no mesh cuts, so that whoever writes or reads it needs little memory.
 
-Orbax (OCDBT, Zarr, uncompressed) writes the arrays and any Orbax restores them; slices are read with TensorStore, on which Orbax
-stands, so that a process reads exactly what its devices hold.
+Orbax (OCDBT, Zarr, uncompressed) writes the arrays and any Orbax restores them; slices are read
+with TensorStore, on which Orbax stands, so that a process reads exactly what its devices hold.
 """
 
 import dataclasses
@@ -27,9 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.checkpoints.checksum import checksum
-from dspark_jax.checkpoints.official import INDEX, LONGEST_LIST, SINGLE, raise_checkpoint_error, read_config
-from dspark_jax.checkpoints.placing import Bounds
 from dspark_jax.checkpoints.errors import CheckpointError
+from dspark_jax.checkpoints.official import (
+    INDEX,
+    LONGEST_LIST,
+    SINGLE,
+    raise_checkpoint_error,
+    read_config,
+)
+from dspark_jax.checkpoints.placing import Bounds
 
 FORMAT = 1
 MANIFEST, UNITS = "manifest.json", "units"
@@ -43,7 +51,9 @@ CHUNK_BYTES = 8 << 20  # what is read from disk at least, however small the slic
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter of one layer. name: unique, "layers.3.attn.wq_a"; group: its layer; axes: the logical name of each, or None."""
+    """A parameter of one layer. name: unique, "layers.3.attn.wq_a"; group: its layer; axes: the
+    logical name of each, or None.
+    """
 
     name: str
     group: str
@@ -72,7 +82,10 @@ class Piece:
     @property
     def bounds(self) -> Bounds:
         """In coordinates of the leaf."""
-        return tuple((self.start, self.stop) if i == self.axis else (0, size) for i, size in enumerate(self.leaf.shape))
+        return tuple(
+            (self.start, self.stop) if i == self.axis else (0, size)
+            for i, size in enumerate(self.leaf.shape)
+        )
 
     @property
     def origin(self) -> tuple[int, ...]:
@@ -96,7 +109,9 @@ class Unit:
 
 
 def plan_units(leaves: Iterable[Leaf], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
-    """Leaves in their order; a unit stays within `unit_bytes` unless a single index of a leaf is larger, and within a layer."""
+    """Leaves in their order; a unit stays within `unit_bytes` unless a single index of a leaf is
+    larger, and within a layer.
+    """
     groups: dict[str, list[Leaf]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.group, []).append(leaf)
@@ -126,34 +141,62 @@ def _filled(leaves: list[Leaf], unit_bytes: int) -> Iterator[list[Piece]]:
 def _pieces(leaf: Leaf, unit_bytes: int) -> list[Piece]:
     free = [i for i, axis in enumerate(leaf.axes) if axis is None]
     axis = max(free, key=lambda i: leaf.shape[i], default=0)
-    most = max(1, unit_bytes * leaf.shape[axis] // max(1, leaf.nbytes))  # indices along the axis that fit
+    most = max(
+        1, unit_bytes * leaf.shape[axis] // max(1, leaf.nbytes)
+    )  # indices along the axis that fit
     count = -(-leaf.shape[axis] // most) if free else 1
     edges = [leaf.shape[axis] * i // count for i in range(count + 1)]
     return [Piece(leaf, axis, start, stop) for start, stop in zip(edges, edges[1:])]
 
 
 def write_unit(path: Path, unit: Unit, arrays: dict[str, Any]) -> None:
-    """Saves {leaf name: jax.Array} of the unit's pieces with Orbax, atomically: `path` appears when all is in it."""
+    """Saves {leaf name: jax.Array} of the unit's pieces with Orbax, atomically: `path` appears when
+    all is in it.
+    """
     import orbax.checkpoint as ocp
 
     # A piece of experts is cut into one chunk an expert, other arrays along their longest axis.
-    args = {piece.leaf.name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if "experts" in piece.leaf.axes else ())
-            for piece in unit.pieces}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)) as checkpointer:
+    args = {
+        piece.leaf.name: ocp.SaveArgs(
+            chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if "experts" in piece.leaf.axes else ()
+        )
+        for piece in unit.pieces
+    }
+    with ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
+    ) as checkpointer:
         checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=args))
 
 
 def describe(unit: Unit, checksums: dict[str, int]) -> dict[str, Any]:
-    """The unit as JSON values, with the checksum of each piece; `understand` makes a Unit of it again."""
-    return {"name": unit.name, "pieces": [{**dataclasses.asdict(piece.leaf), "axis": piece.axis, "start": piece.start,
-                                           "stop": piece.stop, "checksum": f"{checksums[piece.leaf.name]:016x}"}
-                                          for piece in unit.pieces]}
+    """The unit as JSON values, with the checksum of each piece; `understand` makes a Unit of it
+    again.
+    """
+    return {
+        "name": unit.name,
+        "pieces": [
+            {
+                **dataclasses.asdict(piece.leaf),
+                "axis": piece.axis,
+                "start": piece.start,
+                "stop": piece.stop,
+                "checksum": f"{checksums[piece.leaf.name]:016x}",
+            }
+            for piece in unit.pieces
+        ],
+    }
 
 
 def understand(described: dict[str, Any]) -> tuple[Unit, dict[str, int]]:
     pieces = []
     for entry in described["pieces"]:
-        leaf = Leaf(entry["name"], entry["group"], tuple(entry["shape"]), entry["dtype"], tuple(entry["axes"]))
+        leaf = Leaf(
+            entry["name"],
+            entry["group"],
+            tuple(entry["shape"]),
+            entry["dtype"],
+            tuple(entry["axes"]),
+        )
         pieces.append(Piece(leaf, entry["axis"], entry["start"], entry["stop"]))
         jnp.dtype(entry["dtype"])  # TypeError for what is none
     checksums = {entry["name"]: int(entry["checksum"], 16) for entry in described["pieces"]}
@@ -172,7 +215,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the conversion at `path`. Raises CheckpointError that says what `path` is when it has none."""
+    """The manifest of the conversion at `path`. Raises CheckpointError that says what `path` is
+    when it has none.
+    """
     if not (path / MANIFEST).exists():
         raise CheckpointError(f"{path}: {_without_manifest(path)}")
     return read_object(path / MANIFEST)
@@ -184,7 +229,10 @@ def _without_manifest(path: Path) -> str:
     if not path.is_dir():
         return "a file; a converted checkpoint is a directory"
     if (path / STATE).exists():
-        return f"an unfinished conversion (no {MANIFEST}); run `dspark convert` again, it goes on where it was stopped"
+        return (
+            f"an unfinished conversion (no {MANIFEST}); run `dspark convert` again, it goes on "
+            "where it was stopped"
+        )
     if (path / UNITS).is_dir():
         return f"a conversion that has lost its {MANIFEST}, and so what its arrays are; {AGAIN}"
     if (path / SINGLE).exists() or (path / INDEX).exists():
@@ -193,7 +241,9 @@ def _without_manifest(path: Path) -> str:
 
 
 def raise_damaged(path: Path, units: list[str], texts: list[str]) -> None:
-    """One error for what is wrong with a conversion's units and with the texts beside them, none when nothing is."""
+    """One error for what is wrong with a conversion's units and with the texts beside them, none
+    when nothing is.
+    """
     remedy = AGAIN if units else "copy the files of the official checkpoint here"
     raise_checkpoint_error(f"{path}: damaged; {remedy}", [*units[:LONGEST_LIST], *texts])
 
@@ -203,27 +253,45 @@ def lost_files(path: Path, unit: str) -> list[str]:
     place = path / UNITS / unit
     if not place.is_dir():
         return [f"{UNITS}/{unit}: missing"]
-    return [f"{UNITS}/{unit}: {name} is missing" for name in ORBAX_FILES if not (place / name).is_file()]
+    return [
+        f"{UNITS}/{unit}: {name} is missing" for name in ORBAX_FILES if not (place / name).is_file()
+    ]
 
 
 def is_converted(path: str | Path) -> bool:
     """Whether `path` is the place of a conversion, finished or not, whole or not."""
     path = Path(path)
     official = (path / SINGLE).exists() or (path / INDEX).exists()
-    return (path / UNITS).is_dir() or not official and any((path / name).exists() for name in (MANIFEST, STATE))
+    return (path / UNITS).is_dir() or (
+        not official and any((path / name).exists() for name in (MANIFEST, STATE))
+    )
 
 
 class ConvertedCheckpoint:
     """An open converted checkpoint. Made by `open`.
 
-    units: by name. checksums: (unit, leaf) -> of what was written of the leaf there. source: what was converted, as
-    `convert.fingerprint` says; source_path: where that was, a directory, or None where an older version did not write it down.
+    units: by name. checksums: (unit, leaf) -> of what was written of the leaf there. source: what
+    was converted, as `convert.fingerprint` says; source_path: where that was, a directory, or None
+    where an older version did not write it down.
     texts: SHA-256 of config.json and, unless an older version left it out, tokenizer.json.
     """
 
-    def __init__(self, path: Path, units: dict[str, Unit], checksums: dict[tuple[str, str], int], source: dict[str, Any],
-                 source_path: str | None, texts: dict[str, str]):
-        self.path, self.units, self.checksums, self.source, self.source_path = path, units, checksums, source, source_path
+    def __init__(
+        self,
+        path: Path,
+        units: dict[str, Unit],
+        checksums: dict[tuple[str, str], int],
+        source: dict[str, Any],
+        source_path: str | None,
+        texts: dict[str, str],
+    ):
+        self.path, self.units, self.checksums, self.source, self.source_path = (
+            path,
+            units,
+            checksums,
+            source,
+            source_path,
+        )
         self.texts = texts
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
         for unit in units.values():
@@ -232,21 +300,33 @@ class ConvertedCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> "ConvertedCheckpoint":
-        """Reads the manifest. Raises CheckpointError when the conversion is unfinished or files are missing."""
+        """Reads the manifest. Raises CheckpointError when the conversion is unfinished or files are
+        missing.
+        """
         path = Path(path)
         manifest = read_manifest(path)
         try:
             if manifest["format"] != FORMAT:
-                raise CheckpointError(f"{path}: format {manifest['format']} of converted checkpoints, this version knows "
-                                      f"{FORMAT}; {AGAIN}")
+                raise CheckpointError(
+                    f"{path}: format {manifest['format']} of converted checkpoints, this version "
+                    f"knows {FORMAT}; {AGAIN}"
+                )
             understood = [understand(described) for described in manifest["units"]]
             source = manifest["source"], manifest.get("source_path")
             texts = {"config.json": manifest["source"]["config"], **manifest.get("texts", {})}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}/{MANIFEST}: not understood ({type(error).__name__}: {error}); {AGAIN}") from error
+            raise CheckpointError(
+                f"{path}/{MANIFEST}: not understood ({type(error).__name__}: {error}); {AGAIN}"
+            ) from error
         units = {unit.name: unit for unit, _ in understood}
-        raise_damaged(path, [f"{UNITS}/{name}: missing" for name in units if not (path / UNITS / name).is_dir()], [])
-        checksums = {(unit.name, leaf): value for unit, sums in understood for leaf, value in sums.items()}
+        raise_damaged(
+            path,
+            [f"{UNITS}/{name}: missing" for name in units if not (path / UNITS / name).is_dir()],
+            [],
+        )
+        checksums = {
+            (unit.name, leaf): value for unit, sums in understood for leaf, value in sums.items()
+        }
         return cls(path, units, checksums, *source, texts)
 
     @property
@@ -257,17 +337,24 @@ class ConvertedCheckpoint:
         return {name: pieces[0][1].leaf for name, pieces in self._pieces.items()}
 
     def check(self, expected: Iterable[Leaf]) -> None:
-        """The leaves must be those that the model wants, whole; else one CheckpointError that lists every other one."""
+        """The leaves must be those that the model wants, whole; else one CheckpointError that lists
+        every other one.
+        """
         expected, held = {leaf.name: leaf for leaf in expected}, self.leaves()
         found = [f"missing: {name}" for name in expected if name not in held]
         found += [f"unexpected: {name}" for name in held if name not in expected]
         for name, leaf in held.items():
             want = expected.get(name, leaf)
             if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
-                found.append(f"wrong: {name}: is {leaf.dtype} {list(leaf.shape)}, expected {want.dtype} {list(want.shape)}")
+                found.append(
+                    f"wrong: {name}: is {leaf.dtype} {list(leaf.shape)}, expected {want.dtype} "
+                    f"{list(want.shape)}"
+                )
             elif not _cover([piece for _, piece in self._pieces[name]]):
                 found.append(f"incomplete: {name}")
-        raise_checkpoint_error(f"{self.path}: not what the model needs; {AGAIN}", found[:LONGEST_LIST])
+        raise_checkpoint_error(
+            f"{self.path}: not what the model needs; {AGAIN}", found[:LONGEST_LIST]
+        )
 
     def lost_files(self) -> list[str]:
         """What units lack."""
@@ -285,11 +372,16 @@ class ConvertedCheckpoint:
         return found
 
     def read(self, name: str, bounds: Bounds) -> np.ndarray:
-        """A slice of a leaf in its stored dtype. Reads the chunks that the slice touches, and no others."""
+        """A slice of a leaf in its stored dtype. Reads the chunks that the slice touches, and no
+        others.
+        """
         leaf = self._pieces[name][0][1].leaf
         out = np.empty([stop - start for start, stop in bounds], jnp.dtype(leaf.dtype))
         for unit, piece in self._pieces[name]:
-            start, stop = max(piece.start, bounds[piece.axis][0]), min(piece.stop, bounds[piece.axis][1])
+            start, stop = (
+                max(piece.start, bounds[piece.axis][0]),
+                min(piece.stop, bounds[piece.axis][1]),
+            )
             if start < stop:
                 at = [slice(*b) for b in bounds]
                 at[piece.axis] = slice(start - piece.start, stop - piece.start)
@@ -298,12 +390,16 @@ class ConvertedCheckpoint:
                 try:
                     out[tuple(to)] = self._open(unit, piece)[tuple(at)].read().result()
                 except UNREADABLE as error:
-                    raise CheckpointError(f"{self.path}: {UNITS}/{unit}: {name} cannot be read ({_first_line(error)}); "
-                                          f"{AGAIN}") from error
+                    raise CheckpointError(
+                        f"{self.path}: {UNITS}/{unit}: {name} cannot be read "
+                        f"({_first_line(error)}); {AGAIN}"
+                    ) from error
         return out
 
     def verify(self, unit: str) -> list[str]:
-        """Reads a whole unit again and compares it with the recorded checksums; what is wrong, by name."""
+        """Reads a whole unit again and compares it with the recorded checksums; what is wrong, by
+        name.
+        """
         found = []
         for piece in self.units[unit].pieces:
             name = piece.leaf.name
@@ -321,11 +417,16 @@ class ConvertedCheckpoint:
         import tensorstore as ts
 
         base = {"driver": "file", "path": f"{(self.path / UNITS / unit).absolute()}/"}
-        spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{piece.leaf.name}/"}}
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{piece.leaf.name}/"},
+        }
         store = ts.open(spec, open=True, read=True).result()
         if store.shape != piece.shape or store.dtype.numpy_dtype != jnp.dtype(piece.leaf.dtype):
-            raise ValueError(f"it is {store.dtype.name} {list(store.shape)}, the manifest says {piece.leaf.dtype} "
-                             f"{list(piece.shape)}")
+            raise ValueError(
+                f"it is {store.dtype.name} {list(store.shape)}, the manifest says "
+                f"{piece.leaf.dtype} {list(piece.shape)}"
+            )
         return store
 
 
@@ -337,8 +438,11 @@ def _cover(pieces: list[Piece]) -> bool:
     """Whether pieces of one leaf are the whole of it."""
     pieces = sorted(pieces, key=lambda piece: piece.start)
     ends = [0, *(piece.stop for piece in pieces)]
-    return (len({(piece.leaf, piece.axis) for piece in pieces}) == 1 and [piece.start for piece in pieces] == ends[:-1]
-            and ends[-1] == pieces[0].leaf.shape[pieces[0].axis])
+    return (
+        len({(piece.leaf, piece.axis) for piece in pieces}) == 1
+        and [piece.start for piece in pieces] == ends[:-1]
+        and ends[-1] == pieces[0].leaf.shape[pieces[0].axis]
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,10 @@
-"""DeepSeek-V4-Flash with its DSpark draft module in JAX: speculative decoding that never changes the output.
+"""DeepSeek-V4-Flash with its DSpark draft module in JAX: speculative decoding that never changes
+the output.
 
-The names below are the public ones. Each is imported when it is first used, so that `import dspark_jax` costs nothing by itself.
+The names below are the public ones. Each is imported when it is first used, so that `import
+dspark_jax` costs nothing by itself.
 """
+
 from __future__ import annotations
 
 import importlib

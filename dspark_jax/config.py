@@ -1,8 +1,10 @@
-"""ModelConfig: the numbers of one checkpoint, read from the official `config.json` and refused when they do not fit together.
+"""ModelConfig: the numbers of one checkpoint, read from the official `config.json` and refused when
+they do not fit together.
 
-Two key families name the same values: the Hugging Face `config.json` (`hidden_size`, `num_hidden_layers`, ...) and the config of
-the reference inference code (`dim`, `n_layers`, ...). Attributes carry the Hugging Face names. A key or a value that this library
-does not understand is an error, never a guess: one ConfigError lists every problem, by key, with what is allowed.
+Two key families name the same values: the Hugging Face `config.json` (`hidden_size`,
+`num_hidden_layers`, ...) and the config of the reference inference code (`dim`, `n_layers`, ...).
+Attributes carry the Hugging Face names. A key or a value that this library does not understand is
+an error, never a guess: one ConfigError lists every problem, by key, with what is allowed.
 """
 
 import dataclasses
@@ -12,75 +14,121 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.config_checks import FLOATS, TUPLES, RopeScaling, is_int, is_number, problems
 from dspark_jax.checkpoints.json_file import read_json
+from dspark_jax.config_checks import FLOATS, TUPLES, RopeScaling, is_int, is_number, problems
 from dspark_jax.errors import ConfigError
 
 # Reference inference key -> Hugging Face key.
 ALIASES = {
-    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "n_hash_layers": "num_hash_layers",
-    "moe_inter_dim": "moe_intermediate_size", "n_activated_experts": "num_experts_per_tok", "score_func": "scoring_func",
-    "route_scale": "routed_scaling_factor", "rope_head_dim": "qk_rope_head_dim", "norm_eps": "rms_norm_eps",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_hash_layers": "num_hash_layers",
+    "moe_inter_dim": "moe_intermediate_size",
+    "n_activated_experts": "num_experts_per_tok",
+    "score_func": "scoring_func",
+    "route_scale": "routed_scaling_factor",
+    "rope_head_dim": "qk_rope_head_dim",
+    "norm_eps": "rms_norm_eps",
     "window_size": "sliding_window",
 }
 # Reference inference keys that are entries of rope_scaling in the Hugging Face family.
-ROPE_ALIASES = {"original_seq_len": "original_max_position_embeddings", "rope_factor": "factor", "beta_fast": "beta_fast",
-                "beta_slow": "beta_slow"}
+ROPE_ALIASES = {
+    "original_seq_len": "original_max_position_embeddings",
+    "rope_factor": "factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
 # The reference inference config leaves these to its code; a Hugging Face config always states them.
 REFERENCE_DEFAULTS = {"rms_norm_eps": 1e-6, "hc_eps": 1e-6}
 # Keys whose value is fixed by what this library implements.
 ALLOWED = {
-    "model_type": ("deepseek_v4",), "hidden_act": ("silu",), "scoring_func": ("sqrtsoftplus",), "expert_dtype": ("fp4",),
-    "num_key_value_heads": (1,), "n_shared_experts": (1,), "topk_method": ("noaux_tc",), "norm_topk_prob": (True,),
-    "attention_bias": (False,), "tie_word_embeddings": (False,), "dtype": ("fp8", "bfloat16"), "scale_fmt": ("ue8m0",),
+    "model_type": ("deepseek_v4",),
+    "hidden_act": ("silu",),
+    "scoring_func": ("sqrtsoftplus",),
+    "expert_dtype": ("fp4",),
+    "num_key_value_heads": (1,),
+    "n_shared_experts": (1,),
+    "topk_method": ("noaux_tc",),
+    "norm_topk_prob": (True,),
+    "attention_bias": (False,),
+    "tie_word_embeddings": (False,),
+    "dtype": ("fp8", "bfloat16"),
+    "scale_fmt": ("ue8m0",),
     "scale_dtype": ("fp8",),
 }
-QUANTIZATION = {"activation_scheme": ("dynamic",), "fmt": ("e4m3",), "quant_method": ("fp8",), "scale_fmt": ("ue8m0",),
-                "weight_block_size": ([128, 128],)}
-# Keys with no effect on inference, any value. num_nextn_predict_layers is 1 in the official file whatever the stage count.
-NO_EFFECT = ("architectures", "transformers_version", "torch_dtype", "initializer_range", "use_cache", "attention_dropout",
-             "num_nextn_predict_layers", "pad_token_id", "_name_or_path", "max_batch_size", "max_seq_len")
-DSPARK_KEYS = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
+QUANTIZATION = {
+    "activation_scheme": ("dynamic",),
+    "fmt": ("e4m3",),
+    "quant_method": ("fp8",),
+    "scale_fmt": ("ue8m0",),
+    "weight_block_size": ([128, 128],),
+}
+# Keys with no effect on inference, any value. num_nextn_predict_layers is 1 in the official file
+# whatever the stage count.
+NO_EFFECT = (
+    "architectures",
+    "transformers_version",
+    "torch_dtype",
+    "initializer_range",
+    "use_cache",
+    "attention_dropout",
+    "num_nextn_predict_layers",
+    "pad_token_id",
+    "_name_or_path",
+    "max_batch_size",
+    "max_seq_len",
+)
+DSPARK_KEYS = (
+    "dspark_block_size",
+    "dspark_markov_rank",
+    "dspark_noise_token_id",
+    "dspark_target_layer_ids",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One model and its drafter. Hashable; the checks of `problems` hold for every instance (ConfigError otherwise)."""
+    """One model and its drafter. Hashable; the checks of `problems` hold for every instance
+    (ConfigError otherwise).
+    """
 
-    vocab_size: int                        # V
-    hidden_size: int                       # D
-    num_hidden_layers: int                 # main layers, without the draft stages
-    num_attention_heads: int               # H
-    head_dim: int                          # C, nope + rope channels
-    qk_rope_head_dim: int                  # the last channels of a head, rotated
+    vocab_size: int  # V
+    hidden_size: int  # D
+    num_hidden_layers: int  # main layers, without the draft stages
+    num_attention_heads: int  # H
+    head_dim: int  # C, nope + rope channels
+    qk_rope_head_dim: int  # the last channels of a head, rotated
     q_lora_rank: int
-    o_groups: int                          # heads per output group: H / o_groups
+    o_groups: int  # heads per output group: H / o_groups
     o_lora_rank: int
-    sliding_window: int                    # W, in tokens
+    sliding_window: int  # W, in tokens
     index_n_heads: int
-    index_head_dim: int                    # a power of two (Hadamard transform)
-    index_topk: int                        # compressed entries that a ratio-4 layer attends to
-    num_hash_layers: int                   # the first layers, routed by token id
-    n_routed_experts: int                  # E
-    num_experts_per_tok: int               # A
-    moe_intermediate_size: int             # F, also of the shared expert
+    index_head_dim: int  # a power of two (Hadamard transform)
+    index_topk: int  # compressed entries that a ratio-4 layer attends to
+    num_hash_layers: int  # the first layers, routed by token id
+    n_routed_experts: int  # E
+    num_experts_per_tok: int  # A
+    moe_intermediate_size: int  # F, also of the shared expert
     routed_scaling_factor: float
     swiglu_limit: float
-    hc_mult: int                           # M, residual streams
+    hc_mult: int  # M, residual streams
     hc_sinkhorn_iters: int
     hc_eps: float
     rms_norm_eps: float
-    rope_theta: float                      # layers of ratio 0 and draft stages
-    compress_rope_theta: float             # layers with a ratio
+    rope_theta: float  # layers of ratio 0 and draft stages
+    compress_rope_theta: float  # layers with a ratio
     rope_scaling: RopeScaling
-    compress_ratios: tuple[int, ...]       # one a main layer, then one (0) a draft stage
-    dspark_block_size: int                 # K, drafts a round
+    compress_ratios: tuple[int, ...]  # one a main layer, then one (0) a draft stage
+    dspark_block_size: int  # K, drafts a round
     dspark_markov_rank: int
-    dspark_noise_token_id: int             # fills the draft block behind the anchor
+    dspark_noise_token_id: int  # fills the draft block behind the anchor
     dspark_target_layer_ids: tuple[int, ...]  # main layers whose output the drafter sees, ascending
     bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()     # stop tokens; empty where the file names none
-    max_position_embeddings: int = 1048576  # tokens the model was made for; nothing is refused beyond it
+    eos_token_id: tuple[int, ...] = ()  # stop tokens; empty where the file names none
+    max_position_embeddings: int = (
+        1048576  # tokens the model was made for; nothing is refused beyond it
+    )
 
     def __post_init__(self) -> None:
         _raise_if(problems(self), "the model config")
@@ -96,8 +144,10 @@ class ModelConfig:
         return len(self.dspark_target_layer_ids)
 
     def layer_ratio(self, layer: int) -> int:
-        """Compress ratio of main layer `layer`: 0 window only, 4 overlapped with indexer, any other plain."""
-        return self.compress_ratios[:self.num_hidden_layers][layer]
+        """Compress ratio of main layer `layer`: 0 window only, 4 overlapped with indexer, any other
+        plain.
+        """
+        return self.compress_ratios[: self.num_hidden_layers][layer]
 
     def is_hash(self, layer: int) -> bool:
         """Whether main layer `layer` routes by token id. Draft stages never do."""
@@ -105,9 +155,13 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "the model config") -> "ModelConfig":
-        """Reads either key family. Raises one ConfigError that lists every problem; `source` names the origin in it."""
+        """Reads either key family. Raises one ConfigError that lists every problem; `source` names
+        the origin in it.
+        """
         if not isinstance(values, dict):
-            raise ConfigError(f"{source}: expected an object of keys and values, got {type(values).__name__}")
+            raise ConfigError(
+                f"{source}: expected an object of keys and values, got {type(values).__name__}"
+            )
         values, found = _canonical(values)
         _refuse_other_kinds(values, source)
         found += _refused_values(values)
@@ -120,8 +174,14 @@ class ModelConfig:
         config = cls(**fields)
         stages = values.get("n_mtp_layers", config.n_draft_stages)
         if stages != config.n_draft_stages:
-            _raise_if([f"n_mtp_layers = {stages!r}: compress_ratios has {config.n_draft_stages} entries behind the "
-                       f"{config.num_hidden_layers} main layers, one a draft stage; the two must agree"], source)
+            _raise_if(
+                [
+                    f"n_mtp_layers = {stages!r}: compress_ratios has {config.n_draft_stages} "
+                    f"entries behind the {config.num_hidden_layers} main layers, one a draft "
+                    "stage; the two must agree"
+                ],
+                source,
+            )
         return config
 
     @classmethod
@@ -130,87 +190,194 @@ class ModelConfig:
         return cls.from_dict(read_json(path), str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """The config in Hugging Face keys plus n_mtp_layers: what `from_dict` reads back to an equal config."""
+        """The config in Hugging Face keys plus n_mtp_layers: what `from_dict` reads back to an
+        equal config.
+        """
         values = dataclasses.asdict(self)
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
         values["rope_scaling"]["type"] = "yarn"
         if len(self.eos_token_id) == 1:
             values["eos_token_id"] = self.eos_token_id[0]
-        fixed = {name: ALLOWED[name][0] for name in ("model_type", "hidden_act", "scoring_func", "expert_dtype",
-                                                     "num_key_value_heads", "n_shared_experts", "topk_method", "norm_topk_prob",
-                                                     "attention_bias", "tie_word_embeddings")}
+        fixed = {
+            name: ALLOWED[name][0]
+            for name in (
+                "model_type",
+                "hidden_act",
+                "scoring_func",
+                "expert_dtype",
+                "num_key_value_heads",
+                "n_shared_experts",
+                "topk_method",
+                "norm_topk_prob",
+                "attention_bias",
+                "tie_word_embeddings",
+            )
+        }
         quantization = {name: allowed[0] for name, allowed in QUANTIZATION.items()}
-        return {"architectures": ["DeepseekV4ForCausalLM"], **fixed, **values, "n_mtp_layers": self.n_draft_stages,
-                "torch_dtype": "bfloat16", "quantization_config": quantization}
+        return {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            **fixed,
+            **values,
+            "n_mtp_layers": self.n_draft_stages,
+            "torch_dtype": "bfloat16",
+            "quantization_config": quantization,
+        }
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
-REQUIRED = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING)
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name not in REQUIRED}
+REQUIRED = tuple(
+    field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING
+)
+DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name not in REQUIRED
+}
 
 
 def v4_flash_0731() -> ModelConfig:
     """DeepSeek-V4-Flash of 0731 with its three DSpark stages, 284 billion parameters."""
     return ModelConfig(
-        vocab_size=129280, hidden_size=4096, num_hidden_layers=43, num_attention_heads=64, head_dim=512, qk_rope_head_dim=64,
-        q_lora_rank=1024, o_groups=8, o_lora_rank=1024, sliding_window=128, index_n_heads=64, index_head_dim=128, index_topk=512,
-        num_hash_layers=3, n_routed_experts=256, num_experts_per_tok=6, moe_intermediate_size=2048, routed_scaling_factor=1.5,
-        swiglu_limit=10.0, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6, rope_theta=10000.0,
-        compress_rope_theta=160000.0, rope_scaling=RopeScaling(16.0, 65536, 32.0, 1.0),
-        compress_ratios=(0, 0) + (4, 128) * 20 + (4,) + (0, 0, 0), dspark_block_size=5, dspark_markov_rank=256,
-        dspark_noise_token_id=128799, dspark_target_layer_ids=(40, 41, 42), bos_token_id=0, eos_token_id=(1,))
+        vocab_size=129280,
+        hidden_size=4096,
+        num_hidden_layers=43,
+        num_attention_heads=64,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        q_lora_rank=1024,
+        o_groups=8,
+        o_lora_rank=1024,
+        sliding_window=128,
+        index_n_heads=64,
+        index_head_dim=128,
+        index_topk=512,
+        num_hash_layers=3,
+        n_routed_experts=256,
+        num_experts_per_tok=6,
+        moe_intermediate_size=2048,
+        routed_scaling_factor=1.5,
+        swiglu_limit=10.0,
+        hc_mult=4,
+        hc_sinkhorn_iters=20,
+        hc_eps=1e-6,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        compress_rope_theta=160000.0,
+        rope_scaling=RopeScaling(16.0, 65536, 32.0, 1.0),
+        compress_ratios=(0, 0) + (4, 128) * 20 + (4,) + (0, 0, 0),
+        dspark_block_size=5,
+        dspark_markov_rank=256,
+        dspark_noise_token_id=128799,
+        dspark_target_layer_ids=(40, 41, 42),
+        bos_token_id=0,
+        eos_token_id=(1,),
+    )
 
 
 def tiny() -> ModelConfig:
     """The checkpoint that this project trains and ships; every size that shards divides by 4."""
     return dataclasses.replace(
-        v4_flash_0731(), vocab_size=1024, hidden_size=128, num_hidden_layers=6, num_attention_heads=4, head_dim=96,
-        qk_rope_head_dim=32, q_lora_rank=128, o_groups=4, o_lora_rank=32, sliding_window=64, index_n_heads=4, index_head_dim=32,
-        index_topk=64, num_hash_layers=2, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
-        rope_scaling=RopeScaling(4.0, 1024, 32.0, 1.0), compress_ratios=(0, 0, 4, 32, 4, 32) + (0, 0, 0), dspark_markov_rank=64,
-        dspark_noise_token_id=1, dspark_target_layer_ids=(3, 4, 5), bos_token_id=None, eos_token_id=(0,),
-        max_position_embeddings=4096)
+        v4_flash_0731(),
+        vocab_size=1024,
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        head_dim=96,
+        qk_rope_head_dim=32,
+        q_lora_rank=128,
+        o_groups=4,
+        o_lora_rank=32,
+        sliding_window=64,
+        index_n_heads=4,
+        index_head_dim=32,
+        index_topk=64,
+        num_hash_layers=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        rope_scaling=RopeScaling(4.0, 1024, 32.0, 1.0),
+        compress_ratios=(0, 0, 4, 32, 4, 32) + (0, 0, 0),
+        dspark_markov_rank=64,
+        dspark_noise_token_id=1,
+        dspark_target_layer_ids=(3, 4, 5),
+        bos_token_id=None,
+        eos_token_id=(0,),
+        max_position_embeddings=4096,
+    )
 
 
 def _canonical(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Renames reference inference keys to Hugging Face keys; returns the new dictionary and the contradictions found."""
+    """Renames reference inference keys to Hugging Face keys; returns the new dictionary and the
+    contradictions found.
+    """
     out, found = {}, []
     rope = {ROPE_ALIASES[name]: values[name] for name in ROPE_ALIASES if name in values}
     if any(name in values for name in ALIASES):
         out.update(REFERENCE_DEFAULTS)
-    out.update({name: value for name, value in values.items() if name not in ALIASES and name not in ROPE_ALIASES})
+    out.update(
+        {
+            name: value
+            for name, value in values.items()
+            if name not in ALIASES and name not in ROPE_ALIASES
+        }
+    )
     for name in ALIASES.keys() & values.keys():
         other = ALIASES[name]
         if other in values and values[other] != values[name]:
-            found.append(f"{name} = {values[name]!r} contradicts {other} = {values[other]!r}; they name the same value")
+            found.append(
+                f"{name} = {values[name]!r} contradicts {other} = {values[other]!r}; they name "
+                "the same value"
+            )
         out[other] = values[name]
     if rope and "rope_scaling" in values:
-        found.append(f"rope_scaling is given, and so is {', '.join(n for n in ROPE_ALIASES if n in values)}; give one of the two")
+        found.append(
+            "rope_scaling is given, and so is "
+            f"{', '.join(n for n in ROPE_ALIASES if n in values)}; give one of the two"
+        )
     elif rope:
         out["rope_scaling"] = rope
     return out, found
 
 
 def _refuse_other_kinds(values: dict[str, Any], source: str) -> None:
-    """A config without any DSpark key is another kind of model: one error that says which, instead of a list of missing keys."""
+    """A config without any DSpark key is another kind of model: one error that says which, instead
+    of a list of missing keys.
+    """
     if any(name in values for name in DSPARK_KEYS):
         return
     serial = values.get("num_nextn_predict_layers") or values.get("n_mtp_layers") or 0
-    kind = (f"a serial multi-token-prediction (MTP) model ({serial} MTP layer{'s' if serial != 1 else ''}, no DSpark keys)"
-            if serial else "a model without a draft module (no DSpark keys)")
-    raise ConfigError(f"{source}: this describes {kind}; this library needs a DSpark model such as DeepSeek-V4-Flash of 0731, "
-                      f"whose config has {', '.join(DSPARK_KEYS)}")
+    kind = (
+        f"a serial multi-token-prediction (MTP) model ({serial} MTP "
+        f"layer{'s' if serial != 1 else ''}, no DSpark keys)"
+        if serial
+        else "a model without a draft module (no DSpark keys)"
+    )
+    raise ConfigError(
+        f"{source}: this describes {kind}; this library needs a DSpark model such as "
+        f"DeepSeek-V4-Flash of 0731, whose config has {', '.join(DSPARK_KEYS)}"
+    )
 
 
 def _refused_values(values: dict[str, Any]) -> list[str]:
-    """Keys with a fixed meaning that carry another one, in the config and in its quantization_config."""
-    found = [_refusal(name, values[name], allowed) for name, allowed in ALLOWED.items()
-             if name in values and not _among(values[name], allowed)]
+    """Keys with a fixed meaning that carry another one, in the config and in its
+    quantization_config.
+    """
+    found = [
+        _refusal(name, values[name], allowed)
+        for name, allowed in ALLOWED.items()
+        if name in values and not _among(values[name], allowed)
+    ]
     quantization = values.get("quantization_config")
     if quantization is None:
         return found
     if not isinstance(quantization, dict):
-        return found + [f"quantization_config = {quantization!r}: expected an object with {', '.join(QUANTIZATION)}"]
+        return found + [
+            f"quantization_config = {quantization!r}: expected an object with "
+            f"{', '.join(QUANTIZATION)}"
+        ]
     for name, value in quantization.items():
         if not _among(value, QUANTIZATION.get(name, ())):
             found.append(_refusal(f"quantization_config.{name}", value, QUANTIZATION.get(name, ())))
@@ -224,32 +391,49 @@ def _among(value: Any, allowed: Iterable[Any]) -> bool:
 
 def _refusal(name: str, value: Any, allowed: Iterable[Any]) -> str:
     choices = " or ".join(repr(choice) for choice in allowed)
-    return f"{name} = {value!r}: allowed is {choices}" if choices else f"{name} = {value!r}: this key is not understood"
+    return (
+        f"{name} = {value!r}: allowed is {choices}"
+        if choices
+        else f"{name} = {value!r}: this key is not understood"
+    )
 
 
 def _unknown_keys(values: dict[str, Any]) -> list[str]:
     known = {*FIELDS, *ALLOWED, *NO_EFFECT, "quantization_config", "n_mtp_layers"}
     found = []
     for name in values.keys() - known:
-        near = difflib.get_close_matches(name, sorted(known | ALIASES.keys() | ROPE_ALIASES.keys()), n=1)
-        found.append(f"{name} = {values[name]!r}: this key is not understood" + (f" (is it {near[0]}?)" if near else ""))
+        near = difflib.get_close_matches(
+            name, sorted(known | ALIASES.keys() | ROPE_ALIASES.keys()), n=1
+        )
+        found.append(
+            f"{name} = {values[name]!r}: this key is not understood"
+            + (f" (is it {near[0]}?)" if near else "")
+        )
     return sorted(found)
 
 
 def _convert(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """JSON values to field types, and what is wrong with rope_scaling; other values of a wrong type are left to `problems`."""
+    """JSON values to field types, and what is wrong with rope_scaling; other values of a wrong type
+    are left to `problems`.
+    """
     out = dict(values)
     for name in TUPLES:
         if isinstance(out.get(name), list):
             out[name] = tuple(out[name])
     if "eos_token_id" in out and not isinstance(out["eos_token_id"], tuple):
         out["eos_token_id"] = () if out["eos_token_id"] is None else (out["eos_token_id"],)
-    out.update({name: float(out[name]) for name in FLOATS if is_int(out[name]) and is_number(out[name])})
+    out.update(
+        {name: float(out[name]) for name in FLOATS if is_int(out[name]) and is_number(out[name])}
+    )
     rope = out["rope_scaling"]
     found = _rope_scaling_problems(rope)
     if not found:
-        out["rope_scaling"] = RopeScaling(float(rope["factor"]), rope["original_max_position_embeddings"],
-                                          float(rope["beta_fast"]), float(rope["beta_slow"]))
+        out["rope_scaling"] = RopeScaling(
+            float(rope["factor"]),
+            rope["original_max_position_embeddings"],
+            float(rope["beta_fast"]),
+            float(rope["beta_slow"]),
+        )
     return out, found
 
 
@@ -264,7 +448,9 @@ def _rope_scaling_problems(values: Any) -> list[str]:
         elif name not in names:
             found.append(_refusal(f"rope_scaling.{name}", value, ()))
         elif not is_number(value):
-            found.append(f"rope_scaling.{name} = {value!r}: expected a number that a float can hold")
+            found.append(
+                f"rope_scaling.{name} = {value!r}: expected a number that a float can hold"
+            )
     return found
 
 

@@ -1,12 +1,14 @@
 """Simulated activation quantisation (spec section 3: QA and QF), with straight-through gradients.
 
-The official kernels quantise activations on the fly; here a value is replaced by its quantised and dequantised self.
+The official kernels quantise activations on the fly; here a value is replaced by its quantised and
+dequantised self.
 
     act_quant(x, block)    e4m3 with one power-of-two scale for `block` consecutive channels of the last axis (QA)
     fp4_act_quant(x)       e2m1 with one power-of-two scale for 32 consecutive channels of the last axis (QF)
 
 Both keep shape and dtype, compute in float32 and pass gradients through unchanged.
 """
+
 import functools
 
 import jax
@@ -17,7 +19,9 @@ E2M1_MAX = 6.0
 
 
 def power_of_two_scale(amax: jax.Array, largest: float) -> jax.Array:
-    """2 ** ceil(log2(amax / largest)) in float32, by exponent arithmetic on the bits so that no rounding of log2 matters."""
+    """2 ** ceil(log2(amax / largest)) in float32, by exponent arithmetic on the bits so that no
+    rounding of log2 matters.
+    """
     bits = jax.lax.bitcast_convert_type(amax * jnp.float32(1.0 / largest), jnp.int32)
     exponent = (bits >> 23) + (bits & 0x7FFFFF != 0)
     return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
@@ -33,7 +37,8 @@ def round_to_e2m1(x: jax.Array) -> jax.Array:
 def round_to_e4m3(x: jax.Array) -> jax.Array:
     """float32 values within [-448, 448] to the nearest e4m3 value, ties to even.
 
-    Arithmetic instead of a conversion to float8 and back: XLA may drop such a pair as excess precision (seen on a GPU).
+    Arithmetic instead of a conversion to float8 and back: XLA may drop such a pair as excess
+    precision (seen on a GPU).
     """
     biased = (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF
     exponent = jnp.maximum(biased, 121) - 3  # below 2 ** -6 all steps are equal
@@ -81,19 +86,24 @@ def fp4_act_quant(x: jax.Array) -> jax.Array:
 
 
 for _f in (_qa128, _qa64, fp4_act_quant):
-    # Straight through: a rounding has derivative zero almost everywhere, which would stop all training.
+    # Straight through: a rounding has derivative zero almost everywhere, which would stop all
+    # training.
     _f.defjvp(lambda primals, tangents, _f=_f: (_f(primals[0]), tangents[0]))
 
 
 def act_quant(x: jax.Array, block: int) -> jax.Array:
-    """QA: e4m3 in blocks of 128 (inputs of linears) or 64 (key/value channels). x [..., width]; a last block may be shorter."""
+    """QA: e4m3 in blocks of 128 (inputs of linears) or 64 (key/value channels). x [..., width]; a
+    last block may be shorter.
+    """
     return {128: _qa128, 64: _qa64}[block](x)
 
 
 def act_quant_of_part(x: jax.Array, block: int, axis_name: str) -> jax.Array:
-    """QA of channels that are cut over the devices of a mesh axis: x [..., k] is this device's part, under `jax.shard_map`.
+    """QA of channels that are cut over the devices of a mesh axis: x [..., k] is this device's
+    part, under `jax.shard_map`.
 
-    Blocks count from the first channel of all. One that lies on several devices takes the largest magnitude of them all.
+    Blocks count from the first channel of all. One that lies on several devices takes the largest
+    magnitude of them all.
     """
     devices = jax.lax.axis_size(axis_name)
     if devices == 1 or x.shape[-1] % block == 0:
@@ -111,4 +121,6 @@ def _qa_cut(x, block, axis_name):
     return _e4m3(values, jax.lax.pmax(largest, axis_name)[..., block_of]).astype(x.dtype)
 
 
-_qa_cut.defjvp(lambda block, axis_name, primals, tangents: (_qa_cut(primals[0], block, axis_name), tangents[0]))
+_qa_cut.defjvp(
+    lambda block, axis_name, primals, tangents: (_qa_cut(primals[0], block, axis_name), tangents[0])
+)

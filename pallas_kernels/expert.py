@@ -9,7 +9,8 @@ QUANT_BLOCK = 128
 
 
 def gated(gate: jax.Array, up: jax.Array, weight: jax.Array, swiglu_limit: float) -> jax.Array:
-    """The two branches f32 [..., F] and the route weight, broadcast against them, to the second GEMM's input f32 [..., F].
+    """The two branches f32 [..., F] and the route weight, broadcast against them, to the second
+    GEMM's input f32 [..., F].
 
     The gate is clamped from above only; the weight multiplies here, before the second quantisation.
     """

@@ -1,10 +1,12 @@
-"""The routed experts of one MoE layer (spec section 8, without the shared expert), one op over several backends.
+"""The routed experts of one MoE layer (spec section 8, without the shared expert), one op over
+several backends.
 
     y[t] = sum over routes a, in route order, of  w2_e . QA( weights[t, a] * silu(min(g, c)) * clip(u, -c, c) ),
            g, u = w1_e . QA(x[t]), w3_e . QA(x[t]),  e = ids[t, a],  c = swiglu_limit,  QA only if activation_quant
 
-Promised by every backend: within a regime a row has the same bits whatever the other rows are and however many there are; a row
-with mask False does no work and may hold NaN; experts that are not held here contribute exactly zero.
+Promised by every backend: within a regime a row has the same bits whatever the other rows are and
+however many there are; a row with mask False does no work and may hold NaN; experts that are not
+held here contribute exactly zero.
 """
 
 import functools
@@ -13,14 +15,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.pallas_kernels import pallas_triton, pallas_mosaic
+from dspark_jax.pallas_kernels import pallas_mosaic, pallas_triton
 from dspark_jax.pallas_kernels.reference import moe_fp4_reference
 from dspark_jax.pallas_kernels.routing import Held
 from dspark_jax.pallas_kernels.xla import ColumnExperts, moe_fp4_xla
 
 
 class Experts(NamedTuple):
-    """The E experts held here. Packed FP4 with its scales, or dequantised floats with s13 = s2 = None.
+    """The E experts held here. Packed FP4 with its scales, or dequantised floats with s13 = s2 =
+    None.
 
     Dequantised narrow ones may also be held columns first, as `ColumnExperts`, for backend "xla".
     """
@@ -36,18 +39,23 @@ BACKENDS = {
     "xla": moe_fp4_xla,
     "pallas_tpu": pallas_mosaic.moe_fp4_tpu,
     "pallas_gpu": pallas_triton.moe_fp4_gpu,
-    "pallas_tpu_interpret": functools.partial(pallas_mosaic.moe_fp4_tpu, interpret=True),  # the same kernels on any platform, slowly
+    "pallas_tpu_interpret": functools.partial(
+        pallas_mosaic.moe_fp4_tpu, interpret=True
+    ),  # the same kernels on any platform, slowly
     "pallas_gpu_interpret": functools.partial(pallas_triton.moe_fp4_gpu, interpret=True),
 }
-# What a packed column must be a multiple of: whole lanes of packed bytes on a TPU, whole scales in the smallest block on a GPU.
+# What a packed column must be a multiple of: whole lanes of packed bytes on a TPU, whole scales in
+# the smallest block on a GPU.
 _KERNELS = {"tpu": ("pallas_tpu", 256), "gpu": ("pallas_gpu", 32)}
 _LARGEST_SCALES = {"tpu": pallas_mosaic.LARGEST_SCALE, "gpu": pallas_triton.LARGEST_SCALE}
 
 
 def default_backend(experts: Experts | ColumnExperts, platform: str | None = None) -> str:
-    """The one place where a platform chooses: its kernel for packed experts of a size it can tile, else plain XLA.
+    """The one place where a platform chooses: its kernel for packed experts of a size it can tile,
+    else plain XLA.
 
-    platform: "cpu", "gpu" or "tpu"; None: this process's own. It differs where programs are compiled for a machine not at hand.
+    platform: "cpu", "gpu" or "tpu"; None: this process's own. It differs where programs are
+      compiled for a machine not at hand.
     """
     name, multiple = _KERNELS.get(platform or jax.default_backend(), ("xla", 1))
     if experts.s13 is None:
@@ -57,7 +65,9 @@ def default_backend(experts: Experts | ColumnExperts, platform: str | None = Non
 
 
 def largest_scale(platform: str) -> int:
-    """The largest e8m0 byte of packed experts that a platform's kernel computes with; 254, of all there are, on "cpu"."""
+    """The largest e8m0 byte of packed experts that a platform's kernel computes with; 254, of all
+    there are, on "cpu".
+    """
     return _LARGEST_SCALES.get(platform, 254)
 
 
@@ -78,14 +88,17 @@ def moe_fp4(
 ) -> jax.Array:
     """Routed experts of T rows.
 
-    x: [T, D] in the compute dtype. ids: [T, A] int32, global expert ids. weights: [T, A] float32 route
-    weights. mask: [T] bool, rows that count.
-    experts: those with global ids first_expert .. first_expert + held - 1, in rows offset .. offset + held - 1 of the
-    tables; these may hold more (the experts of every layer of a stack, say), which costs nothing. held: None for all of E.
+    x: [T, D] in the compute dtype. ids: [T, A] int32, global expert ids. weights: [T, A] float32
+    route weights. mask: [T] bool, rows that count.
+    experts: those with global ids first_expert .. first_expert + held - 1, in rows offset .. offset
+    + held - 1 of the tables; these may hold more (the experts of every layer of a stack, say),
+    which costs nothing. held: None for all of E.
     regime: "decode" (few rows; verification too) or "prefill".
-    backend: a key of BACKENDS, None for the platform's own. Returns float32 [T, D]; rows that do not count are zero.
+    backend: a key of BACKENDS, None for the platform's own. Returns float32 [T, D]; rows that do
+      not count are zero.
 
-    Differentiable in x, weights and dequantised experts through backend "xla" with regime "prefill".
+    Differentiable in x, weights and dequantised experts through backend "xla" with regime
+      "prefill".
     """
     if regime not in ("decode", "prefill"):
         raise ValueError(f"regime {regime!r}: choose 'decode' or 'prefill'")
@@ -93,9 +106,13 @@ def moe_fp4(
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r}: choose one of {', '.join(BACKENDS)}")
     if name.startswith("pallas") and experts.s13 is None:
-        raise ValueError(f"backend {name!r} takes packed FP4 experts; these are dequantised (use 'xla')")
+        raise ValueError(
+            f"backend {name!r} takes packed FP4 experts; these are dequantised (use 'xla')"
+        )
     if name == "reference" and isinstance(experts, ColumnExperts):
-        experts = Experts(jnp.swapaxes(experts.w13, 1, 2), None, jnp.swapaxes(experts.w2, 1, 2), None)
+        experts = Experts(
+            jnp.swapaxes(experts.w13, 1, 2), None, jnp.swapaxes(experts.w2, 1, 2), None
+        )
     return BACKENDS[name](
         x,
         ids,

@@ -1,14 +1,17 @@
-"""The routed experts on a Hopper-class GPU: two Pallas kernels (gate + up, then down) lowered through Triton.
+"""The routed experts on a Hopper-class GPU: two Pallas kernels (gate + up, then down) lowered
+through Triton.
 
-Why Triton and not Mosaic GPU: the same kernel text runs in interpret mode on a CPU and lowers for CUDA on a CPU-only jaxlib, the
-tiles are small (few rows, memory-bound), and the unpacking needs plain integer arithmetic in registers. JAX 0.11 calls the Triton
-lowering deprecated; everything that depends on it is in this file.
+Why Triton and not Mosaic GPU: the same kernel text runs in interpret mode on a CPU and lowers for
+CUDA on a CPU-only jaxlib, the tiles are small (few rows, memory-bound), and the unpacking needs
+plain integer arithmetic in registers. JAX 0.11 calls the Triton lowering deprecated; everything
+that depends on it is in this file.
 
-A program computes `block_n` output columns of one tile of `tile` rows that share an expert. It reads that expert's packed rows
-once, `block_k` columns at a time, turns nibbles into bfloat16 in registers and multiplies on the tensor cores with float32
-accumulation. Even columns are the low nibbles and odd columns the high ones, so the activations come split by parity and
-nothing is interleaved. Rows of a tile are independent columns of the product, and one program owns each output: no atomics, no
-split over K, the same order of additions for every row.
+A program computes `block_n` output columns of one tile of `tile` rows that share an expert. It
+reads that expert's packed rows once, `block_k` columns at a time, turns nibbles into bfloat16 in
+registers and multiplies on the tensor cores with float32 accumulation. Even columns are the low
+nibbles and odd columns the high ones, so the activations come split by parity and nothing is
+interleaved. Rows of a tile are independent columns of the product, and one program owns each
+output: no atomics, no split over K, the same order of additions for every row.
 """
 
 import functools
@@ -33,31 +36,38 @@ class Blocks(NamedTuple):
 
 
 WEIGHT_SHIFT = 32  # compiled kernels compute with w * 2 ** -32 and x * 2 ** 32, see _unpack_ptx
-LARGEST_SCALE = 160  # e8m0 byte (2 ** 33) up to which weights are right in compiled kernels; to 253 in interpreted ones
+# e8m0 byte (2 ** 33) up to which weights are right in compiled kernels; to 253 in interpreted ones
+LARGEST_SCALE = 160
 
 DECODE = Blocks(tile=8, block_n=32, block_k=256, warps=2, stages=4)
 PREFILL = Blocks(tile=64, block_n=64, block_k=128, warps=4, stages=3)
 
 
 def _unpack_plain(packed, scales):
-    """uint8 [N, K/2] and uint8 scales, repeated to [N, K/2], to bfloat16 (even columns, odd columns), each [N, K/2]; exact."""
+    """uint8 [N, K/2] and uint8 scales, repeated to [N, K/2], to bfloat16 (even columns, odd
+    columns), each [N, K/2]; exact.
+    """
     doubled = jax.lax.bitcast_convert_type((scales.astype(jnp.int16) + 1) << 7, jnp.bfloat16)
     code = packed.astype(jnp.int16)
     return _half_e2m1(code & 15) * doubled, _half_e2m1(code >> 4) * doubled
 
 
 def _half_e2m1(code):
-    """int16 codes to half their value in bfloat16: from magnitude 2 on, a code is a float's exponent and first mantissa bit."""
+    """int16 codes to half their value in bfloat16: from magnitude 2 on, a code is a float's
+    exponent and first mantissa bit.
+    """
     magnitude = code & 7
     bits = jnp.where(magnitude < 2, magnitude * 0x3E80, (magnitude << 6) + 0x3E80)
     return jax.lax.bitcast_convert_type((bits | ((code & 8) << 12)).astype(jnp.int16), jnp.bfloat16)
 
 
-# Four bytes to four weights. $0,$1: two bfloat16 each; $2: the bytes, $3,$4: their scales, two bfloat16 each (the four bytes may
-# come from different rows). The wanted nibble is the upper one of its byte (after the shift, for the even columns). A byte is
-# moved to the top of a half word; sign and magnitude then go to bfloat16's sign and to its lowest exponent and highest mantissa
-# bits, which is the e2m1 value times 2^-126 (0.5 is a subnormal, which this instruction set keeps). Left to the compiler the same
-# arithmetic takes several times the instructions, and the kernel is bound by them before it is by the memory.
+# Four bytes to four weights. $0,$1: two bfloat16 each; $2: the bytes, $3,$4: their scales, two
+# bfloat16 each (the four bytes may come from different rows). The wanted nibble is the upper one of
+# its byte (after the shift, for the even columns). A byte is moved to the top of a half word; sign
+# and magnitude then go to bfloat16's sign and to its lowest exponent and highest mantissa bits,
+# which is the e2m1 value times 2^-126 (0.5 is a subnormal, which this instruction set keeps). Left
+# to the compiler the same arithmetic takes several times the instructions, and the kernel is bound
+# by them before it is by the memory.
 _UNPACK_PTX = """{
 .reg .b32 w, t<2>, m<2>;
 shl.b32 w, $2, SHIFT;
@@ -75,7 +85,8 @@ mul.rn.bf16x2 $1, m1, $4;
 
 
 def _unpack_ptx(packed, scales):
-    """`_unpack_plain` in PTX, with weights 2 ** -WEIGHT_SHIFT times too small so that value and scale need one multiplication.
+    """`_unpack_plain` in PTX, with weights 2 ** -WEIGHT_SHIFT times too small so that value and
+    scale need one multiplication.
 
     Exact for weights down to 2 ** -100; scales above byte LARGEST_SCALE become infinite.
     """
@@ -85,29 +96,43 @@ def _unpack_ptx(packed, scales):
     scale = jax.lax.bitcast_convert_type(exponent << 7, jnp.bfloat16)
     result = [jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)]
     half = lambda shift: triton.elementwise_inline_asm(
-        _UNPACK_PTX.replace("SHIFT", shift), args=[packed, scale], constraints="=r,=r,r,r,r", pack=4, result_shape_dtypes=result
+        _UNPACK_PTX.replace("SHIFT", shift),
+        args=[packed, scale],
+        constraints="=r,=r,r,r,r",
+        pack=4,
+        result_shape_dtypes=result,
     )
     return half("4")[0], half("0")[0]
 
 
 def _tile_weights(w_ref, s_ref, expert, first, k, blocks, interpret):
-    """Column block k of rows first .. first + block_n of an expert, by parity: two bfloat16 [block_n, block_k / 2]."""
+    """Column block k of rows first .. first + block_n of an expert, by parity: two bfloat16
+    [block_n, block_k / 2].
+    """
     half, groups = blocks.block_k // 2, blocks.block_k // fp4.BLOCK
     rows = pl.ds(first, blocks.block_n)
     packed = w_ref[expert, rows, pl.ds(k * half, half)]
     scales = s_ref[expert, rows, pl.ds(k * groups, groups)]
-    scales = jnp.broadcast_to(scales[:, :, None], (*scales.shape, fp4.BLOCK // 2)).reshape(packed.shape)
+    scales = jnp.broadcast_to(scales[:, :, None], (*scales.shape, fp4.BLOCK // 2)).reshape(
+        packed.shape
+    )
     return (_unpack_plain if interpret else _unpack_ptx)(packed, scales)
 
 
 def _products(x_ref, rows, w_ref, s_ref, expert, firsts, blocks, interpret):
-    """w[expert, f : f + block_n] . x[rows]^T for every f in firsts: f32 [block_n, tile] each. x_ref: bfloat16 [2, T, K/2]."""
+    """w[expert, f : f + block_n] . x[rows]^T for every f in firsts: f32 [block_n, tile] each.
+    x_ref: bfloat16 [2, T, K/2].
+    """
     half = blocks.block_k // 2
 
     def step(k, accumulators):
         xs = [x_ref[parity, rows, pl.ds(k * half, half)] for parity in (0, 1)]
         return tuple(
-            functools.reduce(_multiply_add, zip(_tile_weights(w_ref, s_ref, expert, first, k, blocks, interpret), xs), acc)
+            functools.reduce(
+                _multiply_add,
+                zip(_tile_weights(w_ref, s_ref, expert, first, k, blocks, interpret), xs),
+                acc,
+            )
             for first, acc in zip(firsts, accumulators)
         )
 
@@ -117,16 +142,22 @@ def _products(x_ref, rows, w_ref, s_ref, expert, firsts, blocks, interpret):
 
 def _multiply_add(acc, operands):
     w, x = operands
-    return acc + jax.lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return acc + jax.lax.dot_general(
+        w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
-def _gate_up_kernel(tile_expert, n_tiles, rows, route_weight, x, w13, s13, out, *, blocks, interpret, swiglu_limit):
+def _gate_up_kernel(
+    tile_expert, n_tiles, rows, route_weight, x, w13, s13, out, *, blocks, interpret, swiglu_limit
+):
     first, tile = pl.program_id(0) * blocks.block_n, pl.program_id(1)
 
     @pl.when(tile < n_tiles[0])
     def _():
         expert, row = tile_expert[tile], rows[tile, :]
-        gate, up = _products(x, row, w13, s13, expert, (first, first + w13.shape[1] // 2), blocks, interpret)
+        gate, up = _products(
+            x, row, w13, s13, expert, (first, first + w13.shape[1] // 2), blocks, interpret
+        )
         hidden = gated(gate, up, route_weight[tile, :][None, :], swiglu_limit)
         slots = tile * blocks.tile + jnp.arange(blocks.tile)[None, :]
         column = (first + jnp.arange(blocks.block_n))[:, None]
@@ -177,9 +208,13 @@ def _by_parity(x, interpret):
 def _fit(blocks: Blocks, width: int, inner: int) -> Blocks:
     """The largest power-of-two blocks up to `blocks` that divide an expert of small or odd size."""
     largest = lambda wanted, *sizes: max(
-        b for b in (16, 32, 64, 128, 256, 512, 1024) if b <= wanted and all(s % b == 0 for s in sizes)
+        b
+        for b in (16, 32, 64, 128, 256, 512, 1024)
+        if b <= wanted and all(s % b == 0 for s in sizes)
     )
-    return blocks._replace(block_n=largest(blocks.block_n, width, inner), block_k=largest(blocks.block_k, width, inner))
+    return blocks._replace(
+        block_n=largest(blocks.block_n, width, inner), block_k=largest(blocks.block_k, width, inner)
+    )
 
 
 class Work(NamedTuple):
@@ -192,7 +227,9 @@ class Work(NamedTuple):
     x: jax.Array  # bfloat16 [2, T, D/2] by parity
 
 
-def prepare(x, ids, weights, mask, here, activation_quant, blocks, interpret=False) -> tuple[Work, routing.Schedule]:
+def prepare(
+    x, ids, weights, mask, here, activation_quant, blocks, interpret=False
+) -> tuple[Work, routing.Schedule]:
     """Sort the pairs into tiles; arguments as `moe_fp4`."""
     plan = routing.schedule(ids, mask, here, blocks.tile)
     row_of_slot = plan.pair_of_slot // ids.shape[1]
@@ -218,25 +255,56 @@ def run_tiles(work: Work, experts, *, swiglu_limit, activation_quant, blocks, in
     )
     if activation_quant:
         hidden = _by_parity(maybe_quantise(hidden, True), interpret)
-    return _call(_down_kernel, blocks, width, slots, whole(width), (*work[:2], hidden, experts.w2, experts.s2), interpret)
+    return _call(
+        _down_kernel,
+        blocks,
+        width,
+        slots,
+        whole(width),
+        (*work[:2], hidden, experts.w2, experts.s2),
+        interpret,
+    )
 
 
 def blocks_for(regime: str, experts, blocks: Blocks | None = None) -> Blocks:
     """The regime's tile sizes, or those given, reduced to what divides the experts."""
-    return _fit(blocks or (PREFILL if regime == "prefill" else DECODE), experts.w2.shape[1], experts.w2.shape[2] * 2)
+    return _fit(
+        blocks or (PREFILL if regime == "prefill" else DECODE),
+        experts.w2.shape[1],
+        experts.w2.shape[2] * 2,
+    )
 
 
 def moe_fp4_gpu(
-    x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime, blocks: Blocks | None = None, interpret=False
+    x,
+    ids,
+    weights,
+    mask,
+    experts,
+    *,
+    swiglu_limit,
+    here,
+    activation_quant,
+    regime,
+    blocks: Blocks | None = None,
+    interpret=False,
 ):
     """See `pallas_kernels.moe.moe_fp4`. Experts packed, D and F multiples of 32. Activations are
     rounded to bfloat16 before each product.
 
-    blocks: overrides the regime's tile sizes, for tuning. interpret: run on any platform, for tests.
+    blocks: overrides the regime's tile sizes, for tuning. interpret: run on any platform, for
+      tests.
     """
     blocks = blocks_for(regime, experts, blocks)
     work, plan = prepare(x, ids, weights, mask, here, activation_quant, blocks, interpret)
     out = run_tiles(
-        work, experts, swiglu_limit=swiglu_limit, activation_quant=activation_quant, blocks=blocks, interpret=interpret
+        work,
+        experts,
+        swiglu_limit=swiglu_limit,
+        activation_quant=activation_quant,
+        blocks=blocks,
+        interpret=interpret,
     )
-    return routing.sum_routes(routing.from_tiles(out.reshape(-1, blocks.tile, out.shape[-1]), plan), ids.shape[0])
+    return routing.sum_routes(
+        routing.from_tiles(out.reshape(-1, blocks.tile, out.shape[-1]), plan), ids.shape[0]
+    )

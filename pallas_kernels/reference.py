@@ -1,4 +1,5 @@
-"""The routed experts written as the mathematics reads: dequantise the experts of every pair and einsum.
+"""The routed experts written as the mathematics reads: dequantise the experts of every pair and
+einsum.
 
 Slow and large; for comparison.
 Runs in the dtype of `x` if that is float64 (with jax_enable_x64), else in float32.
@@ -12,7 +13,9 @@ from dspark_jax.pallas_kernels.expert import gated, maybe_quantise
 from dspark_jax.pallas_kernels.routing import sum_routes
 
 
-def moe_fp4_reference(x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime):
+def moe_fp4_reference(
+    x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime
+):
     """See `pallas_kernels.moe.moe_fp4`. Gathers 3 * F * D floats for each of the T * A pairs."""
     del regime  # one way to compute both
     local = ids - here.first
@@ -25,9 +28,15 @@ def moe_fp4_reference(x, ids, weights, mask, experts, *, swiglu_limit, here, act
         w2 = fp4.dequantise(experts.w2[local], experts.s2[local])
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x = maybe_quantise(jnp.where(mask[:, None], x, 0).astype(dtype), activation_quant)
-    dot = lambda spec, a, b: jnp.einsum(spec, a, b.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+    dot = lambda spec, a, b: jnp.einsum(
+        spec, a, b.astype(dtype), precision=jax.lax.Precision.HIGHEST
+    )
     hidden = gated(
-        *jnp.split(dot("td,tafd->taf", x, w13), 2, axis=-1), jnp.where(held, weights, 0)[..., None].astype(dtype), swiglu_limit
+        *jnp.split(dot("td,tafd->taf", x, w13), 2, axis=-1),
+        jnp.where(held, weights, 0)[..., None].astype(dtype),
+        swiglu_limit,
     )
     out = dot("taf,tadf->tad", maybe_quantise(hidden, activation_quant), w2)
-    return sum_routes(jnp.where(held[..., None], out, 0).reshape(-1, out.shape[-1]), x.shape[0]).astype(jnp.float32)
+    return sum_routes(
+        jnp.where(held[..., None], out, 0).reshape(-1, out.shape[-1]), x.shape[0]
+    ).astype(jnp.float32)

@@ -1,10 +1,11 @@
 """From routed (row, expert) pairs to tiles of rows that share one expert, and back.
 
-Every backend but the reference runs the same schedule: the pairs of rows that count (mask) and of experts held here are sorted by
-expert, each expert's pairs are cut into tiles of `tile` rows, and tile i is one GEMM against expert `tile_expert[i]`. The number
-of tiles is bounded statically (`max_tiles`) and counted dynamically (`n_tiles`), so an idle expert, a padded row or a foreign
-expert costs nothing. Moving rows into tiles and back are gathers in both directions, also in the gradients: nothing is ever added
-in an order that depends on the data.
+Every backend but the reference runs the same schedule: the pairs of rows that count (mask) and of
+experts held here are sorted by expert, each expert's pairs are cut into tiles of `tile` rows, and
+tile i is one GEMM against expert `tile_expert[i]`. The number of tiles is bounded statically
+(`max_tiles`) and counted dynamically (`n_tiles`), so an idle expert, a padded row or a foreign
+expert costs nothing. Moving rows into tiles and back are gathers in both directions, also in the
+gradients: nothing is ever added in an order that depends on the data.
 
 Symbols: T rows, A routes of a row, P = T * A pairs (pair = row * A + route), E experts held here.
 """
@@ -18,7 +19,9 @@ import jax.numpy as jnp
 class Schedule(NamedTuple):
     """Where every pair is computed."""
 
-    tile_expert: jax.Array  # [max_tiles] int32, the row of the tables that the tile uses (beyond n_tiles, the last active tile's)
+    # [max_tiles] int32, the row of the tables that the tile uses (beyond n_tiles, the last active
+    # tile's)
+    tile_expert: jax.Array
     n_tiles: jax.Array  # [] int32, tiles that hold work
     pair_of_slot: jax.Array  # [max_tiles, tile] int32, in 0..P-1 (meaningless where not slot_used)
     slot_used: jax.Array  # [max_tiles, tile] bool
@@ -30,7 +33,9 @@ LARGEST_COMPARISON = 512  # pairs up to which comparing all with all beats sorti
 
 
 def max_tiles(pairs: int, experts: int, tile: int) -> int:
-    """The most tiles that `pairs` pairs over `experts` experts can need: one pair on every expert, the rest on one of them."""
+    """The most tiles that `pairs` pairs over `experts` experts can need: one pair on every expert,
+    the rest on one of them.
+    """
     active = min(pairs, experts)
     return active + (pairs - active) // tile
 
@@ -43,13 +48,17 @@ def _ranks(expert: jax.Array) -> jax.Array:
         same = (expert[:, None] == expert) & (iota[:, None] > iota)
         return jnp.sum(same, axis=1, dtype=jnp.int32)
     sorted_expert, order = jax.lax.sort((expert, iota), num_keys=2)
-    starts = jnp.where(jnp.concatenate([jnp.ones(1, bool), sorted_expert[1:] != sorted_expert[:-1]]), iota, 0)
+    starts = jnp.where(
+        jnp.concatenate([jnp.ones(1, bool), sorted_expert[1:] != sorted_expert[:-1]]), iota, 0
+    )
     _, rank = jax.lax.sort((order, iota - jax.lax.cummax(starts)), num_keys=1)
     return rank
 
 
 class Held(NamedTuple):
-    """Which experts are here: global ids first .. first + count - 1, in rows offset .. offset + count - 1 of the tables."""
+    """Which experts are here: global ids first .. first + count - 1, in rows offset .. offset +
+    count - 1 of the tables.
+    """
 
     first: int | jax.Array
     count: int
@@ -64,20 +73,30 @@ def schedule(ids: jax.Array, mask: jax.Array, here: Held, tile: int) -> Schedule
     held = jnp.repeat(mask, ids.shape[1]) & (local >= 0) & (local < experts)
     expert = jnp.where(held, local, experts).astype(jnp.int32)  # the sentinel is a group of its own
 
-    count = jnp.sum(expert[:, None] == jnp.arange(experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+    count = jnp.sum(
+        expert[:, None] == jnp.arange(experts, dtype=jnp.int32), axis=0, dtype=jnp.int32
+    )
     tile_end = jnp.cumsum((count + tile - 1) // tile)
     n_tiles = tile_end[-1]
     tiles = max_tiles(pairs, experts, tile)
     index = jnp.minimum(jnp.arange(tiles, dtype=jnp.int32), jnp.maximum(n_tiles - 1, 0))
-    tile_expert = jnp.minimum(jnp.sum(tile_end <= index[:, None], axis=1, dtype=jnp.int32), experts - 1)
+    tile_expert = jnp.minimum(
+        jnp.sum(tile_end <= index[:, None], axis=1, dtype=jnp.int32), experts - 1
+    )
 
     first_tile = (tile_end - (count + tile - 1) // tile)[jnp.minimum(expert, experts - 1)]
     slot_of_pair = jnp.where(held, first_tile * tile + _ranks(expert), 0)
     # Every slot has at most one pair, so the order of these writes does not matter.
     target = jnp.where(held, slot_of_pair, tiles * tile)
-    owner = jnp.full(tiles * tile, -1, jnp.int32).at[target].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
+    owner = (
+        jnp.full(tiles * tile, -1, jnp.int32)
+        .at[target]
+        .set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
+    )
     owner = owner.reshape(tiles, tile)
-    return Schedule(tile_expert + here.offset, n_tiles, jnp.maximum(owner, 0), owner >= 0, slot_of_pair, held)
+    return Schedule(
+        tile_expert + here.offset, n_tiles, jnp.maximum(owner, 0), owner >= 0, slot_of_pair, held
+    )
 
 
 def _zero(x):
@@ -87,7 +106,9 @@ def _zero(x):
 
 @jax.custom_vjp
 def to_tiles(values: jax.Array, plan: Schedule) -> jax.Array:
-    """Per-row [T, C] or per-pair [P, C] values to [max_tiles, tile, C]; unused slots are zero whatever the rows hold."""
+    """Per-row [T, C] or per-pair [P, C] values to [max_tiles, tile, C]; unused slots are zero
+    whatever the rows hold.
+    """
     routes = plan.slot_of_pair.size // values.shape[0]
     gathered = values[plan.pair_of_slot // routes]
     return jnp.where(plan.slot_used[..., None], gathered, 0)

@@ -1,15 +1,19 @@
 """The routed experts in plain XLA: what runs on CPU, and what training differentiates.
 
-Tiles of rows that share an expert (`routing`) are computed one after the other under a dynamic trip count, so that time goes with
-the active experts. How a tile is multiplied depends on the expert's width alone, never on the number of rows:
+Tiles of rows that share an expert (`routing`) are computed one after the other under a dynamic trip
+count, so that time goes with the active experts. How a tile is multiplied depends on the expert's
+width alone, never on the number of rows:
 
-* narrow experts (up to 512 columns): a GEMM of the tile against the expert, which is held columns first: a CPU multiplies a few
-  rows several times faster so. Long sums are cut (`products`), because XLA's CPU backend cuts them itself, differently for 8 rows and
-  for 64. In the prefill regime all tiles go in one batched matmul, which is fast for thousands of rows; experts must
-  then be dequantised. Held rows first, they are multiplied whole, for training: this is the way that has a gradient;
-* wide experts: one row a tile, as a multiplication and a reduction that XLA fuses with the slice that picks the expert (and with
-  the FP4 arithmetic if the expert is packed), so that the expert is read in place. A GEMM would first copy the slice (67 MB for
-  one real w13) and then repack it: measured, that takes as long as 20 fused rows.
+* narrow experts (up to 512 columns): a GEMM of the tile against the expert, which is held columns
+  first: a CPU multiplies a few rows several times faster so. Long sums are cut (`products`),
+  because XLA's CPU backend cuts them itself, differently for 8 rows and for 64. In the prefill
+  regime all tiles go in one batched matmul, which is fast for thousands of rows; experts must then
+  be dequantised. Held rows first, they are multiplied whole, for training: this is the way that has
+  a gradient;
+* wide experts: one row a tile, as a multiplication and a reduction that XLA fuses with the slice
+  that picks the expert (and with the FP4 arithmetic if the expert is packed), so that the expert is
+  read in place. A GEMM would first copy the slice (67 MB for one real w13) and then repack it:
+  measured, that takes as long as 20 fused rows.
 """
 
 from typing import NamedTuple
@@ -24,7 +28,8 @@ from dspark_jax.pallas_kernels.products import dot_columns
 DECODE_TILE = 8
 PREFILL_TILE = 64
 WIDEST_GEMM = 512
-# The fused reduction's inner shape: 8 terms are added per lane, 16 lanes fill an AVX-512 register. Others took 3-5 times as long.
+# The fused reduction's inner shape: 8 terms are added per lane, 16 lanes fill an AVX-512 register.
+# Others took 3-5 times as long.
 TERMS, LANES = 8, 16
 
 
@@ -35,7 +40,9 @@ def is_wide(width: int, inner: int, packed: bool) -> bool:
 
 
 class ColumnExperts(NamedTuple):
-    """Dequantised experts held columns first: what the xla backend computes narrow ones with on a CPU. See `moe.Experts`."""
+    """Dequantised experts held columns first: what the xla backend computes narrow ones with on a
+    CPU. See `moe.Experts`.
+    """
 
     w13: jax.Array  # float [E, D, 2F], gate columns first, then up
     w2: jax.Array  # float [E, F, D]
@@ -44,8 +51,13 @@ class ColumnExperts(NamedTuple):
 
 def _whole_gemm(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [..., R, K], w [..., N, K] to f32 [..., R, N]."""
-    return jnp.einsum("...rk,...nk->...rn", x, w.astype(x.dtype), precision=jax.lax.Precision.HIGHEST,
-                      preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        "...rk,...nk->...rn",
+        x,
+        w.astype(x.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _gemm(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -54,7 +66,9 @@ def _gemm(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _tile(gemm, x, weight, w13, w2, swiglu_limit, activation_quant):
-    """One tile or a batch of them: x [..., R, D], weight [..., R, 1], experts as gemm takes them, to f32 [..., R, D]."""
+    """One tile or a batch of them: x [..., R, D], weight [..., R, 1], experts as gemm takes them,
+    to f32 [..., R, D].
+    """
     hidden = gated(*jnp.split(gemm(x, w13), 2, axis=-1), weight, swiglu_limit)
     return gemm(maybe_quantise(hidden, activation_quant).astype(x.dtype), w2)
 
@@ -87,14 +101,18 @@ def _narrow(tiles, weight, experts, plan, swiglu_limit, activation_quant):
 
 
 def _fused_dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    """f32 x [K], float w [N, K] to f32 [N]: TERMS products per lane, then the lanes. w may be an unmaterialised slice."""
+    """f32 x [K], float w [N, K] to f32 [N]: TERMS products per lane, then the lanes. w may be an
+    unmaterialised slice.
+    """
     terms = w.reshape(w.shape[0], -1, TERMS, LANES).astype(jnp.float32)
     xs = x.reshape(-1, TERMS, LANES)
     return _sum_lanes([terms[:, :, t] * xs[:, t] for t in range(TERMS)])
 
 
 def _fused_dot_packed(x: jax.Array, packed: jax.Array, scales: jax.Array) -> jax.Array:
-    """f32 x [K], uint8 packed [N, K/2], uint8 scales [N, K/32] to f32 [N]; a lane holds one byte, and 16 bytes share a scale."""
+    """f32 x [K], uint8 packed [N, K/2], uint8 scales [N, K/32] to f32 [N]; a lane holds one byte,
+    and 16 bytes share a scale.
+    """
     rows = packed.shape[0]
     even, odd = (x.reshape(-1, 2)[:, half].reshape(-1, TERMS, LANES) for half in (0, 1))
     codes = packed.reshape(rows, -1, TERMS, LANES)

@@ -1,6 +1,8 @@
-"""The golden model and its numbers, loaded once a session; the programs it compiles are shared by all tests of a process.
+"""The golden model and its numbers, loaded once a session; the programs it compiles are shared by
+all tests of a process.
 
-With several test processes, files that need the same programs go to one of them, which compiles them once.
+With several test processes, files that need the same programs go to one of them, which compiles
+them once.
 """
 
 from pathlib import Path
@@ -8,16 +10,25 @@ from pathlib import Path
 import pytest
 
 import dspark_jax as dspark
+
 from helpers.golden_parts import play
 from helpers.round_parts import compilations, scripted
 from helpers.support import golden_arrays, golden_model
 
-# Each line is run by one process. What takes longest begins first; files that are not named follow, each on its own.
+# Each line is run by one process. What takes longest begins first; files that are not named follow,
+# each on its own.
 TOGETHER = (
     ("test_mesh_streams",),
     ("test_sharding",),
     ("test_distributed",),
-    ("test_drafter", "test_goldens_float", "test_nan_weights", "test_round", "test_sequence", "test_state_prefill"),
+    (
+        "test_drafter",
+        "test_goldens_float",
+        "test_nan_weights",
+        "test_round",
+        "test_sequence",
+        "test_state_prefill",
+    ),
     ("test_goldens_reference", "test_state_bounds", "test_state_streams", "test_storage"),
     ("test_generate", "test_generate_faults"),
     ("test_state_rejection", "test_state_rings"),

@@ -1,4 +1,7 @@
-"""`dspark convert SOURCE TARGET`: an official checkpoint to sharded Orbax (checkpoints/orbax_io.py); `--verify` checks one."""
+"""`dspark convert SOURCE TARGET`: an official checkpoint to sharded Orbax
+(checkpoints/orbax_io.py); `--verify` checks one.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -18,16 +21,31 @@ LINE_SECONDS = 10.0  # between progress lines where there is no terminal
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds `convert` to the command line."""
     parser = subparsers.add_parser(
-        "convert", help="official checkpoint to sharded Orbax, resumable; --verify checks the result",
-        description="Converts an official checkpoint directory to sharded Orbax, which any mesh can load. Routed experts stay "
-                    "packed FP4, dense weights become bfloat16 (exact). A conversion that was stopped goes on when the command "
-                    "is repeated. Processes that run together need SOURCE and TARGET on a file system that they share. With "
-                    "--verify, TARGET alone is given: its arrays, config and tokenizer are compared with the checksums of what "
-                    "was converted.")
-    parser.add_argument("paths", metavar="SOURCE TARGET", nargs="+", help="official checkpoint directory; directory to write")
-    parser.add_argument("--verify", action="store_true", help="read a converted checkpoint and compare checksums")
-    parser.add_argument("--mesh", metavar="DATAxMODEL", help="devices that share the work (default: one; with several processes "
-                        "1xALL)")
+        "convert",
+        help="official checkpoint to sharded Orbax, resumable; --verify checks the result",
+        description=(
+            "Converts an official checkpoint directory to sharded Orbax, which any mesh can "
+            "load. Routed experts stay packed FP4, dense weights become bfloat16 (exact). A "
+            "conversion that was stopped goes on when the command is repeated. Processes that "
+            "run together need SOURCE and TARGET on a file system that they share. With "
+            "--verify, TARGET alone is given: its arrays, config and tokenizer are compared with "
+            "the checksums of what was converted."
+        ),
+    )
+    parser.add_argument(
+        "paths",
+        metavar="SOURCE TARGET",
+        nargs="+",
+        help="official checkpoint directory; directory to write",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read a converted checkpoint and compare checksums"
+    )
+    parser.add_argument(
+        "--mesh",
+        metavar="DATAxMODEL",
+        help="devices that share the work (default: one; with several processes 1xALL)",
+    )
     add_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     parser.set_defaults(run=run)
@@ -46,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, primary: bool) -> int:
     from dspark_jax.checkpoints.convert import verify
     from dspark_jax.loading.conversion import convert_checkpoint
-    with _interruptible(_Progress("verified" if args.verify else "converted", args.quiet or not primary)) as progress:
+
+    with _interruptible(
+        _Progress("verified" if args.verify else "converted", args.quiet or not primary)
+    ) as progress:
         if args.verify:
             count = verify(args.paths[0], progress)
         else:
@@ -58,8 +79,11 @@ def _run(args: argparse.Namespace, primary: bool) -> int:
 
 @contextlib.contextmanager
 def _interruptible(progress: _Progress) -> Iterator[Callable[[int, int], None]]:
-    """`progress`, shown; after Ctrl-C its next call, which comes between units, raises KeyboardInterrupt if nothing did before."""
+    """`progress`, shown; after Ctrl-C its next call, which comes between units, raises
+    KeyboardInterrupt if nothing did before.
+    """
     with watch_interrupts() as interrupt, progress:
+
         def checked(done: int, total: int) -> None:
             if interrupt.seen:
                 raise KeyboardInterrupt
@@ -69,16 +93,32 @@ def _interruptible(progress: _Progress) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Progress:
-    """Bytes, speed and time left: a bar on a terminal, else a line every few seconds. Called with (bytes done, bytes in all)."""
+    """Bytes, speed and time left: a bar on a terminal, else a line every few seconds. Called with
+    (bytes done, bytes in all).
+    """
 
     def __init__(self, verb: str, quiet: bool):
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         self.verb, self.quiet = verb, quiet
         console = Console(stderr=True)
-        self.bar = Progress(TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-                            console=console, disable=quiet or not console.is_terminal)
+        self.bar = Progress(
+            TextColumn(verb),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=quiet or not console.is_terminal,
+        )
         self.lines = not quiet and not console.is_terminal
         self.task, self.began, self.shown = None, None, 0.0
 
@@ -92,7 +132,10 @@ class _Progress:
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if self.began is None:  # what an earlier run did says nothing about this one's speed
-            self.began, self.task = (now, done), self.bar.add_task(self.verb, total=total, completed=done)
+            self.began, self.task = (
+                (now, done),
+                self.bar.add_task(self.verb, total=total, completed=done),
+            )
         self.bar.update(self.task, completed=done)
         if self.lines and (done == total or now - self.shown >= LINE_SECONDS):
             self.shown = now

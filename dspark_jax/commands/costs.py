@@ -1,31 +1,35 @@
 """What a draft, a verify and a plain step cost on this machine: medians over single calls, in ms."""
+
 from __future__ import annotations
 
 import statistics
 import time
-from typing import Callable
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from dspark_jax.decode import steps
 from dspark_jax.decode.engine import Engine
-from dspark_jax.errors import ConfigError
 from dspark_jax.decode.gate_config import GateConfig
-from dspark_jax.loading.load import Model
 from dspark_jax.decode.request import make_request
+from dspark_jax.errors import ConfigError
+from dspark_jax.loading.load import Model
 
 _REPEATS = 16
 
 
 def measure(model: Model, prompt: list[int]) -> dict[str, float]:
-    """draft_ms, verify_ms (the whole block) and plain_ms behind `prompt` (ids), each call waited for on its own.
+    """draft_ms, verify_ms (the whole block) and plain_ms behind `prompt` (ids), each call waited
+    for on its own.
 
-    A round is timed as a whole and its draft alone; verify is the difference. A prompt that leaves too little room for the rounds is
-    cut. Raises ConfigError where not even two rounds fit.
+    A round is timed as a whole and its draft alone; verify is the difference. A prompt that leaves
+    too little room for the rounds is cut. Raises ConfigError where not even two rounds fit.
     """
     repeats = check_room(model)
-    prompt = prompt[:model.limits.max_seq_len - 1 - (model.config.dspark_block_size + 1) * (repeats + 1)]
+    prompt = prompt[
+        : model.limits.max_seq_len - 1 - (model.config.dspark_block_size + 1) * (repeats + 1)
+    ]
     _, _, cache = steps.prefill(model, prompt)
     token = np.array(prompt[-1:], np.int32)
     draft = _median_ms(lambda: jax.block_until_ready(steps.draft(model, cache, token)), _REPEATS)
@@ -34,18 +38,25 @@ def measure(model: Model, prompt: list[int]) -> dict[str, float]:
 
 
 def check_room(model: Model) -> int:
-    """How many rounds are timed; one more comes before them. Raises ConfigError where not even two rounds fit."""
+    """How many rounds are timed; one more comes before them. Raises ConfigError where not even two
+    rounds fit.
+    """
     rows = model.config.dspark_block_size + 1
     repeats = min(_REPEATS, (model.limits.max_seq_len - 2) // rows - 1)
     if repeats < 1:
-        raise ConfigError(f"max_seq_len {model.limits.max_seq_len} has no room to measure two rounds of {rows} tokens; "
-                          "load with a larger one")
+        raise ConfigError(
+            f"max_seq_len {model.limits.max_seq_len} has no room to measure two rounds of {rows} "
+            "tokens; "
+            "load with a larger one"
+        )
     return repeats
 
 
 def _step_ms(model: Model, prompt: list[int], mode: str, repeats: int) -> float:
     """One call of one round, whatever it emits."""
-    most = 1 + (repeats + 1) * (model.config.dspark_block_size + 1)  # as many as these rounds may emit
+    most = 1 + (repeats + 1) * (
+        model.config.dspark_block_size + 1
+    )  # as many as these rounds may emit
     request = make_request(model, prompt, most, mode, GateConfig(), 0.0, 0, 1.0, [])
     emissions = Engine(model, request).stream([0], 1)
     next(emissions)

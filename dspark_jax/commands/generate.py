@@ -1,4 +1,7 @@
-"""`dspark generate`: streams the continuation of a prompt to standard output, and says on standard error what it took."""
+"""`dspark generate`: streams the continuation of a prompt to standard output, and says on standard
+error what it took.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -17,29 +20,96 @@ from dspark_jax.runtime.interrupts import watch_interrupts
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
-        "generate", help="continue a prompt",
-        description="Continues a prompt with the embedded checkpoint or one of yours. Text streams to standard output, a summary "
-                    "follows on standard error. All modes give the same tokens.")
+        "generate",
+        help="continue a prompt",
+        description=(
+            "Continues a prompt with the embedded checkpoint or one of yours. Text streams to "
+            "standard output, a summary follows on standard error. All modes give the same "
+            "tokens."
+        ),
+    )
     add = parser.add_argument
     add("prompt", nargs="?", help="the text to continue; without it, standard input is read")
-    add("--checkpoint", metavar="DIR", help="checkpoint directory in the official layout (default: the embedded tiny one)")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to emit (default %(default)s)")
-    add("--max-seq-len", type=int, default=4096, metavar="N", help="most tokens of prompt and output together (default %(default)s)")
-    add("--mode", choices=MODES, default="block", help="how drafts are verified (default %(default)s)")
-    add("--gate", action="store_true", help="choose the draft length adaptively, as DEEPSEEK_DSPARK_GATE=1 asks for too; numbers from "
-        "the DEEPSEEK_DSPARK_GATE_* variables")
-    add("--stop", action="append", metavar="TOKEN", help="token that ends the output, as an id or as the token's text; may be given "
-        "several times (default: the config's eos_token_id)")
-    add("--temperature", type=float, default=0.0, help="only 0, greedy, so far (default %(default)s)")
+    add(
+        "--checkpoint",
+        metavar="DIR",
+        help="checkpoint directory in the official layout (default: the embedded tiny one)",
+    )
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens to emit (default %(default)s)",
+    )
+    add(
+        "--max-seq-len",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="most tokens of prompt and output together (default %(default)s)",
+    )
+    add(
+        "--mode",
+        choices=MODES,
+        default="block",
+        help="how drafts are verified (default %(default)s)",
+    )
+    add(
+        "--gate",
+        action="store_true",
+        help=(
+            "choose the draft length adaptively, as DEEPSEEK_DSPARK_GATE=1 asks for too; numbers "
+            "from the DEEPSEEK_DSPARK_GATE_* variables"
+        ),
+    )
+    add(
+        "--stop",
+        action="append",
+        metavar="TOKEN",
+        help="token that ends the output, as an id or as the token's text; may be given "
+        "several times (default: the config's eos_token_id)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="only 0, greedy, so far (default %(default)s)",
+    )
     add("--top-p", type=float, default=1.0, metavar="P", help="only 1 so far (default %(default)s)")
-    add("--seed", type=int, default=0, help="of sampling; without effect while decoding is greedy (default %(default)s)")
-    add("--mesh", metavar="DATAxMODEL", help="devices to cut the model over, such as 1x4 (default: one device; with several "
-        "processes 1xALL)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of sampling; without effect while decoding is greedy (default %(default)s)",
+    )
+    add(
+        "--mesh",
+        metavar="DATAxMODEL",
+        help="devices to cut the model over, such as 1x4 (default: one device; with several "
+        "processes 1xALL)",
+    )
     add_options(parser)
-    add("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: float32 on CPU, bfloat16 elsewhere)")
-    add("--no-activation-quant", action="store_true", help="do not simulate the activation quantisation the model was trained with")
-    add("--record", metavar="FILE", help="write the rounds for `dspark replay`; needs the gate off and a speculative mode")
-    add("--json", action="store_true", help="print one JSON object at the end instead of streaming text")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="compute dtype (default: float32 on CPU, bfloat16 elsewhere)",
+    )
+    add(
+        "--no-activation-quant",
+        action="store_true",
+        help="do not simulate the activation quantisation the model was trained with",
+    )
+    add(
+        "--record",
+        metavar="FILE",
+        help="write the rounds for `dspark replay`; needs the gate off and a speculative mode",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object at the end instead of streaming text",
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -58,10 +128,23 @@ def _run(args: argparse.Namespace, primary: bool) -> int:
     prompt = _read_prompt(args)
     import dspark_jax as dspark
     from dspark_jax.commands import costs
-    model = dspark.load(args.checkpoint, command_mesh(args.mesh), max_seq_len=args.max_seq_len, dtype=args.dtype,
-                        activation_quant=not args.no_activation_quant)
-    options = dict(max_new_tokens=args.max_new_tokens, mode=args.mode, gate=gate, temperature=args.temperature, top_p=args.top_p,
-                   seed=args.seed, stop_token_ids=_stop_ids(model, args.stop))
+
+    model = dspark.load(
+        args.checkpoint,
+        command_mesh(args.mesh),
+        max_seq_len=args.max_seq_len,
+        dtype=args.dtype,
+        activation_quant=not args.no_activation_quant,
+    )
+    options = dict(
+        max_new_tokens=args.max_new_tokens,
+        mode=args.mode,
+        gate=gate,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        stop_token_ids=_stop_ids(model, args.stop),
+    )
     session = _Session(model, prompt, options, show=primary and not args.json)
     if args.record is not None:
         costs.check_room(model)
@@ -69,7 +152,9 @@ def _run(args: argparse.Namespace, primary: bool) -> int:
     if not primary:
         return 130 if session.interrupted else 0
     result = session.result()
-    print(json.dumps(result, indent=1, allow_nan=False)) if args.json else print("\n" + summary(result), file=sys.stderr)
+    print(json.dumps(result, indent=1, allow_nan=False)) if args.json else print(
+        "\n" + summary(result), file=sys.stderr
+    )
     if args.record is not None:
         _record(model, session, args.record)
     return 130 if session.interrupted else 0
@@ -78,6 +163,7 @@ def _run(args: argparse.Namespace, primary: bool) -> int:
 def asked_gate(args: argparse.Namespace):
     """The GateConfig of the environment, switched on by --gate."""
     from dspark_jax.decode.gate_config import GateConfig
+
     gate = GateConfig.from_env()
     return dataclasses.replace(gate, enabled=True) if args.gate else gate
 
@@ -85,15 +171,20 @@ def asked_gate(args: argparse.Namespace):
 def _check_recording(args: argparse.Namespace, gate) -> None:
     """Refuses before the run what would lose its recording after it."""
     if gate.enabled or args.mode == "plain":
-        raise ConfigError("--record needs a speculative mode with the gate off, so that every round verifies the whole block")
+        raise ConfigError(
+            "--record needs a speculative mode with the gate off, so that every round verifies "
+            "the whole block"
+        )
     path = Path(args.record)
     if not path.parent.is_dir():
         raise ConfigError(f"--record {path}: {path.parent} is not a directory")
     if path.is_dir():
         raise ConfigError(f"--record {path}: this is a directory; name a file in it")
     if args.max_new_tokens == 1:
-        raise ConfigError("--record with --max-new-tokens 1: the first token comes from the prompt alone, so there is no round to "
-                          "record; ask for more tokens")
+        raise ConfigError(
+            "--record with --max-new-tokens 1: the first token comes from the prompt alone, so "
+            "there is no round to record; ask for more tokens"
+        )
 
 
 class _Session:
@@ -101,12 +192,14 @@ class _Session:
 
     def __init__(self, model, prompt: str, options: dict, show: bool):
         from dspark_jax.decode.generate import open_stream
+
         self.model, self.show, self.interrupted = model, show, False
         self.request, self.engine, self.events = open_stream(model, prompt, **options)
         self.text: list[str] = []
 
     def run(self) -> None:
         from dspark_jax.decode.stats import PromptRun
+
         self.finished = PromptRun(len(self.request.prompts[0]))
         started = time.perf_counter()
         try:
@@ -115,7 +208,13 @@ class _Session:
                     self.finished.add(event.tokens, event.record)
                     self.text.append(event.text or "")
                     if self.show:
-                        print(event.text if event.text is not None else " ".join(map(str, event.tokens)) + " ", end="", flush=True)
+                        print(
+                            event.text
+                            if event.text is not None
+                            else " ".join(map(str, event.tokens)) + " ",
+                            end="",
+                            flush=True,
+                        )
                     if interrupt.seen:
                         break
             self.interrupted = interrupt.seen
@@ -132,7 +231,10 @@ class _Session:
     def result(self) -> dict:
         """What --json prints."""
         from dspark_jax.decode.stats import collect
-        stats = collect([self.finished], self.model.config.dspark_block_size, self.engine.compile_seconds)
+
+        stats = collect(
+            [self.finished], self.model.config.dspark_block_size, self.engine.compile_seconds
+        )
         return {
             "mode": self.request.mode,
             "text": "".join(self.text) if self.model.tokenizer else None,
@@ -146,13 +248,26 @@ class _Session:
 def summary(result: dict) -> str:
     """A few lines: tokens, rounds, accepted per round, tokens per second, gate counters."""
     stats = result["stats"]
-    lines = [f"{stats['tokens']} tokens in {stats['seconds']:.2f} s, {stats['tokens_per_second']:.1f} tok/s ({result['mode']}, ended by "
-             f"{result['finish_reason']}; compilation {stats['compile_seconds']:.1f} s not counted)"]
+    lines = [
+        f"{stats['tokens']} tokens in {stats['seconds']:.2f} s, {stats['tokens_per_second']:.1f} "
+        f"tok/s ({result['mode']}, ended by {result['finish_reason']}; compilation "
+        f"{stats['compile_seconds']:.1f} s not counted)"
+    ]
     if stats["rounds"]:
-        rate = "none verified" if stats["accept_rate"] is None else f"{100 * stats['accept_rate']:.0f}% of those verified"
-        lines.append(f"{stats['rounds']} rounds, {stats['accepted'] / stats['rounds']:.2f} drafts accepted per round ({rate})")
+        rate = (
+            "none verified"
+            if stats["accept_rate"] is None
+            else f"{100 * stats['accept_rate']:.0f}% of those verified"
+        )
+        lines.append(
+            f"{stats['rounds']} rounds, {stats['accepted'] / stats['rounds']:.2f} drafts "
+            f"accepted per round ({rate})"
+        )
         gate = stats["gate"]
-        lines.append(f"gate: {gate['truncated']} rounds truncated, {gate['skipped']} skipped ({gate['margin_skipped']} by margin)")
+        lines.append(
+            f"gate: {gate['truncated']} rounds truncated, {gate['skipped']} skipped "
+            f"({gate['margin_skipped']} by margin)"
+        )
     return "\n".join(lines)
 
 
@@ -164,8 +279,10 @@ def _read_prompt(args: argparse.Namespace) -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise PromptError(f"standard input is not valid {error.encoding}: {error.reason} at byte {error.start}; "
-                          "give text in UTF-8") from None
+        raise PromptError(
+            f"standard input is not valid {error.encoding}: {error.reason} at byte {error.start}; "
+            "give text in UTF-8"
+        ) from None
 
 
 def _stop_ids(model, stops: list[str] | None) -> list[int] | None:
@@ -176,12 +293,18 @@ def _stop_id(model, stop: str) -> int:
     if re.fullmatch("-?[0-9]{1,18}", stop):
         return int(stop)
     from dspark_jax.decode.request import check_text
+
     check_text(stop, f"--stop {stop!r}")
     token = model.tokenizer.token_to_id(stop) if model.tokenizer else None
-    if token is None:  # the vocabulary may spell it otherwise than the text: a blank or a line break in a byte-level one
+    if (
+        token is None
+    ):  # the vocabulary may spell it otherwise than the text: a blank or a line break in a byte-level one
         ids = model.tokenizer.encode(stop, add_special_tokens=False).ids if model.tokenizer else []
         if len(ids) != 1:
-            raise PromptError(f"--stop {stop!r}: neither a token id nor a single token of this checkpoint's tokenizer")
+            raise PromptError(
+                f"--stop {stop!r}: neither a token id nor a single token of this checkpoint's "
+                "tokenizer"
+            )
         token = ids[0]
     return token
 
@@ -189,6 +312,13 @@ def _stop_id(model, stop: str) -> int:
 def _record(model, session: _Session, path: str) -> None:
     from dspark_jax.commands import costs
     from dspark_jax.decode.replay import RoundsRecorder
-    recorder = RoundsRecorder(model.config.dspark_block_size, "dspark generate", "times are medians measured after the run")
-    recorder.add("prompt", session.finished.records, **costs.measure(model, list(session.request.prompts[0])))
+
+    recorder = RoundsRecorder(
+        model.config.dspark_block_size,
+        "dspark generate",
+        "times are medians measured after the run",
+    )
+    recorder.add(
+        "prompt", session.finished.records, **costs.measure(model, list(session.request.prompts[0]))
+    )
     recorder.write(path)

@@ -1,4 +1,7 @@
-"""`dspark inspect DIR`: what a checkpoint holds, from its headers alone (loading/summary.py), as a table or as JSON."""
+"""`dspark inspect DIR`: what a checkpoint holds, from its headers alone (loading/summary.py), as a
+table or as JSON.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -10,15 +13,22 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds `inspect` to the command line."""
-    parser = subparsers.add_parser("inspect", help="what a checkpoint holds: config, parameters and bytes by part and precision",
-                                   description="Reads config.json and the tensor headers of a checkpoint directory in the "
-                                               "official layout, or the manifest of a converted one; no tensor. Says too how "
-                                               "load, with its defaults, would hold the routed experts on this machine: on CPU "
-                                               "dequantised where that fits into the available memory, else packed "
-                                               "(DSPARK_EXPERT_STORAGE decides instead). "
-                                               "Exit status 1 when the checkpoint could not be loaded.")
-    parser.add_argument("directory", metavar="DIR", help="checkpoint directory: config.json with model.safetensors or an index, "
-                        "or what dspark convert wrote")
+    parser = subparsers.add_parser(
+        "inspect",
+        help="what a checkpoint holds: config, parameters and bytes by part and precision",
+        description="Reads config.json and the tensor headers of a checkpoint directory in the "
+        "official layout, or the manifest of a converted one; no tensor. Says too how "
+        "load, with its defaults, would hold the routed experts on this machine: on CPU "
+        "dequantised where that fits into the available memory, else packed "
+        "(DSPARK_EXPERT_STORAGE decides instead). "
+        "Exit status 1 when the checkpoint could not be loaded.",
+    )
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        help="checkpoint directory: config.json with model.safetensors or an index, "
+        "or what dspark convert wrote",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes")
     parser.set_defaults(run=run)
     return parser
@@ -27,6 +37,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """`dspark inspect`. Returns the exit status."""
     from dspark_jax.loading.summary import inspect_checkpoint
+
     summary = inspect_checkpoint(args.directory)
     if args.json:
         print(json.dumps(summary.to_dict(), indent=2))
@@ -42,8 +53,11 @@ def print_summary(summary) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 100)
     holder = "unit" if summary.origin else "file"
-    console.print(f"[bold]{summary.path}[/]: {summary.kind}, {summary.tensors:,} tensors in {summary.files:,} "
-                  f"{holder}{'s' if summary.files > 1 else ''}, {summary.parameters:,} parameters, {_size(summary.bytes)}")
+    console.print(
+        f"[bold]{summary.path}[/]: {summary.kind}, {summary.tensors:,} tensors in "
+        f"{summary.files:,} {holder}{'s' if summary.files > 1 else ''}, {summary.parameters:,} "
+        f"parameters, {_size(summary.bytes)}"
+    )
     if summary.origin is not None:
         console.print(_origin_line(summary.origin), markup=False)
     if summary.config is not None:
@@ -52,12 +66,24 @@ def print_summary(summary) -> None:
     for title in ("parameters", "bytes", "share"):
         table.add_column(title, justify="right")
     for part in summary.parts:
-        table.add_row(part.module, part.part, part.precision, f"{part.parameters:,}", _size(part.bytes),
-                      f"{part.bytes / summary.bytes:.1%}")
+        table.add_row(
+            part.module,
+            part.part,
+            part.precision,
+            f"{part.parameters:,}",
+            _size(part.bytes),
+            f"{part.bytes / summary.bytes:.1%}",
+        )
     table.add_section()
     for precision, total in summary.by_precision().items():
-        table.add_row("all", "", precision, f"{total['parameters']:,}", _size(total["bytes"]),
-                      f"{total['bytes'] / summary.bytes:.1%}")
+        table.add_row(
+            "all",
+            "",
+            precision,
+            f"{total['parameters']:,}",
+            _size(total["bytes"]),
+            f"{total['bytes'] / summary.bytes:.1%}",
+        )
     console.print(table)
     if summary.expert_storage is not None:
         console.print(_storage_line(summary.expert_storage))
@@ -66,24 +92,34 @@ def print_summary(summary) -> None:
 
 
 def _config_line(c) -> str:
-    ratios = ", ".join(f"{count} of ratio {ratio}" for ratio, count in
-                       sorted(Counter(c.compress_ratios[:c.num_hidden_layers]).items()))
-    return (f"{c.num_hidden_layers} layers ({ratios}; {c.num_hash_layers} hash-routed) of width {c.hidden_size}, "
-            f"{c.num_attention_heads} heads of {c.head_dim}, {c.n_routed_experts} experts, {c.num_experts_per_tok} a token, "
-            f"vocabulary {c.vocab_size:,}, window {c.sliding_window}; {c.n_draft_stages} draft stages, block "
-            f"{c.dspark_block_size}, on layers {', '.join(map(str, c.dspark_target_layer_ids))}")
+    ratios = ", ".join(
+        f"{count} of ratio {ratio}"
+        for ratio, count in sorted(Counter(c.compress_ratios[: c.num_hidden_layers]).items())
+    )
+    return (
+        f"{c.num_hidden_layers} layers ({ratios}; {c.num_hash_layers} hash-routed) of width "
+        f"{c.hidden_size}, {c.num_attention_heads} heads of {c.head_dim}, {c.n_routed_experts} "
+        f"experts, {c.num_experts_per_tok} a token, vocabulary {c.vocab_size:,}, window "
+        f"{c.sliding_window}; {c.n_draft_stages} draft stages, block {c.dspark_block_size}, on "
+        f"layers {', '.join(map(str, c.dspark_target_layer_ids))}"
+    )
 
 
 def _origin_line(o) -> str:
     files = f"{o.files} file{'s' if o.files > 1 else ''}"
-    return (f"converted from {o.path or 'an official checkpoint'} ({files}, {_size(o.bytes)}), with {o.checksums:,} checksums "
-            "that dspark convert --verify compares")
+    return (
+        f"converted from {o.path or 'an official checkpoint'} ({files}, {_size(o.bytes)}), with "
+        f"{o.checksums:,} checksums "
+        "that dspark convert --verify compares"
+    )
 
 
 def _storage_line(s) -> str:
-    return (f"load would hold the routed experts {s.kind} on this machine: {s.why} (the whole model needs "
-            f"{_size(s.dequantised_bytes)} dequantised, {_size(s.packed_bytes)} packed; {_size(s.available_bytes)} are available, of "
-            f"which {_size(s.limit_bytes)} may be used)")
+    return (
+        f"load would hold the routed experts {s.kind} on this machine: {s.why} (the whole model "
+        f"needs {_size(s.dequantised_bytes)} dequantised, {_size(s.packed_bytes)} packed; "
+        f"{_size(s.available_bytes)} are available, of which {_size(s.limit_bytes)} may be used)"
+    )
 
 
 def _size(count: int) -> str:

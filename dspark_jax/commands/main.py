@@ -1,4 +1,7 @@
-"""The command line: `dspark generate | bench | inspect | convert | plan | replay`. Exit status 0; 2 for wrong use; 1 for failure; 130 after Ctrl-C."""
+"""The command line: `dspark generate | bench | inspect | convert | plan | replay`. Exit status 0; 2
+for wrong use; 1 for failure; 130 after Ctrl-C.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -14,7 +17,8 @@ from dspark_jax.errors import ConfigError, DsparkError, PromptError
 def main(argv: list[str] | None = None, prepare: Callable[[], None] | None = None) -> int:
     """Runs one command and returns the exit status.
 
-    argv: the arguments, None for the process's own. prepare: called when they are understood, before the command runs.
+    argv: the arguments, None for the process's own. prepare: called when they are understood,
+      before the command runs.
     """
     args = _parser().parse_args(argv)
     try:
@@ -24,7 +28,9 @@ def main(argv: list[str] | None = None, prepare: Callable[[], None] | None = Non
     except DsparkError as error:
         print(f"dspark {args.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, PromptError)) else 1
-    except BrokenPipeError:  # the reader of the output went away; keep the interpreter from complaining when it flushes
+    except (
+        BrokenPipeError
+    ):  # the reader of the output went away; keep the interpreter from complaining when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -32,19 +38,27 @@ def main(argv: list[str] | None = None, prepare: Callable[[], None] | None = Non
 
 
 def entry() -> int:
-    """The command's own process: what its programs need is set before jax uses a device, and warnings are one line."""
+    """The command's own process: what its programs need is set before jax uses a device, and
+    warnings are one line.
+    """
     warnings.formatwarning = lambda message, *_: f"dspark: {message}\n"
     return main(prepare=_own_process)
 
 
 def _own_process() -> None:
     from dspark_jax.runtime.backend import require_equal_bits
+
     require_equal_bits()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dspark", description="DeepSeek-V4-Flash with DSpark speculative decoding in JAX: faster, and the same tokens as without.")
+        prog="dspark",
+        description=(
+            "DeepSeek-V4-Flash with DSpark speculative decoding in JAX: faster, and the same "
+            "tokens as without."
+        ),
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (generate, bench, inspect_checkpoint, convert, plan, replay):
         module.add_parser(commands)

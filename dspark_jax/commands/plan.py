@@ -1,4 +1,7 @@
-"""`dspark plan`: what a model needs on given devices, and with --compile what the compiler says about it."""
+"""`dspark plan`: what a model needs on given devices, and with --compile what the compiler says
+about it.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -11,33 +14,78 @@ from dspark_jax.errors import ConfigError
 
 GB, GIB = 1e9, 2**30
 
-# A shape, with as many dimensions as every shape of its kind. Of one device, from the makers' data sheets: memory in bytes, bandwidth
-# in bytes/s.
-TPUS = {"v5e": ("2x4", 16 * GB, 819e9), "v5p": ("2x2x1", 95 * GB, 2765e9), "v6e": ("2x4", 32 * GB, 1640e9)}
+# A shape, with as many dimensions as every shape of its kind. Of one device, from the makers' data
+# sheets: memory in bytes, bandwidth in bytes/s.
+TPUS = {
+    "v5e": ("2x4", 16 * GB, 819e9),
+    "v5p": ("2x2x1", 95 * GB, 2765e9),
+    "v6e": ("2x4", 32 * GB, 1640e9),
+}
 _DEFAULT_TOPOLOGY = "v5p:2x2x1"
 _UNITS = {"GB": GB, "GiB": GIB, "TB": 1e12, "TiB": 2**40}
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
-        "plan", help="memory and speed of a model on given devices, before having them",
-        description="Bytes per device by part, the longest context and the most streams that fit, and an estimate of tokens per second "
-                    "from memory bandwidth. No weights are needed. Exit status 1 when it does not fit.")
+        "plan",
+        help="memory and speed of a model on given devices, before having them",
+        description=(
+            "Bytes per device by part, the longest context and the most streams that fit, and an "
+            "estimate of tokens per second from memory bandwidth. No weights are needed. Exit "
+            "status 1 when it does not fit."
+        ),
+    )
     add = parser.add_argument
-    add("--config", metavar="DIR", help="checkpoint directory or config.json (default: DeepSeek-V4-Flash-0731)")
+    add(
+        "--config",
+        metavar="DIR",
+        help="checkpoint directory or config.json (default: DeepSeek-V4-Flash-0731)",
+    )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--topology", metavar="NAME", help=f"TPU topology, v5e, v5p or v6e with its shape (default {_DEFAULT_TOPOLOGY})")
-    where.add_argument("--devices", type=int, metavar="N", help="number of devices; give --memory too")
-    add("--memory", metavar="SIZE", help="with --devices: memory of one device, such as 141GB or 80GiB")
-    add("--bandwidth", metavar="RATE", help="with --devices, for an estimate of speed: memory bandwidth of one device per second, such "
-        "as 4.8TB")
+    where.add_argument(
+        "--topology",
+        metavar="NAME",
+        help=f"TPU topology, v5e, v5p or v6e with its shape (default {_DEFAULT_TOPOLOGY})",
+    )
+    where.add_argument(
+        "--devices", type=int, metavar="N", help="number of devices; give --memory too"
+    )
+    add(
+        "--memory",
+        metavar="SIZE",
+        help="with --devices: memory of one device, such as 141GB or 80GiB",
+    )
+    add(
+        "--bandwidth",
+        metavar="RATE",
+        help=(
+            "with --devices, for an estimate of speed: memory bandwidth of one device per "
+            "second, such as 4.8TB"
+        ),
+    )
     add("--mesh", metavar="DATAxMODEL", help="mesh of streams x model parts (default: 1xN)")
-    add("--context", type=int, default=65536, metavar="N", help="tokens of one stream (default %(default)s)")
+    add(
+        "--context",
+        type=int,
+        default=65536,
+        metavar="N",
+        help="tokens of one stream (default %(default)s)",
+    )
     add("--streams", type=int, default=1, metavar="N", help="streams at once (default %(default)s)")
-    add("--accepted", type=float, default=2.5, metavar="A", help="drafts accepted per round, assumed for the speculative estimate "
-        "(default %(default)s)")
-    add("--compile", action="store_true", help="compile a prefill chunk and both speculative rounds for the topology and show the "
-        "compiler's memory analysis (extra tpu-aot; minutes)")
+    add(
+        "--accepted",
+        type=float,
+        default=2.5,
+        metavar="A",
+        help="drafts accepted per round, assumed for the speculative estimate "
+        "(default %(default)s)",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile a prefill chunk and both speculative rounds for the topology and show the "
+        "compiler's memory analysis (extra tpu-aot; minutes)",
+    )
     add("--json", action="store_true", help="print one JSON object; sizes in bytes")
     parser.set_defaults(run=run)
     return parser
@@ -49,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
     from dspark_jax.planning.sizes import make_plan
     from dspark_jax.runtime.sharding import parse_mesh
-    jax.config.update("jax_platforms", "cpu")  # shapes need no device, and looking for a TPU that is not here takes time and complains
+
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # shapes need no device, and looking for a TPU that is not here takes time and complains
     config = _config(args.config)
     target = _target(args)
     mesh = (1, target.devices) if args.mesh is None else parse_mesh(args.mesh)
@@ -57,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     programs = None
     if args.compile:
         from dspark_jax.planning.compile import compile_programs
+
         if args.devices is not None:
             raise ConfigError("--compile needs a --topology to compile for")
         programs = compile_programs(config, target.name, mesh, args.context, args.streams)
@@ -73,35 +125,54 @@ def _config(path: str | None) -> ModelConfig:
     if path is None:
         return v4_flash_0731()
     from pathlib import Path
+
     file = Path(path)
     return ModelConfig.from_file(file / "config.json" if file.is_dir() else file)
 
 
 def _target(args: argparse.Namespace):
     from dspark_jax.planning.sizes import Target
+
     if args.devices is None:
         target = tpu(_DEFAULT_TOPOLOGY if args.topology is None else args.topology)
         for flag, value in (("--memory", args.memory), ("--bandwidth", args.bandwidth)):
             if value is not None:
-                raise ConfigError(f"{flag} goes with --devices; the memory and bandwidth of {target.name} are known")
+                raise ConfigError(
+                    f"{flag} goes with --devices; the memory and bandwidth of {target.name} are "
+                    "known"
+                )
         return target
     if args.memory is None:
-        raise ConfigError("--devices needs --memory, the size of one device, such as --memory 141GB")
+        raise ConfigError(
+            "--devices needs --memory, the size of one device, such as --memory 141GB"
+        )
     bandwidth = None if args.bandwidth is None else _size(args.bandwidth, "--bandwidth")
-    return Target(f"{args.devices} device{'' if args.devices == 1 else 's'}", args.devices, _size(args.memory, "--memory"), bandwidth)
+    return Target(
+        f"{args.devices} device{'' if args.devices == 1 else 's'}",
+        args.devices,
+        _size(args.memory, "--memory"),
+        bandwidth,
+    )
 
 
 def tpu(topology: str):
-    """"v5p:2x2x1" -> its Target: devices, with the memory and bandwidth of one."""
+    """ "v5p:2x2x1" -> its Target: devices, with the memory and bandwidth of one."""
     from dspark_jax.planning.sizes import Target
+
     match = re.fullmatch(r"(v\w+):(\d+(?:x\d+)*)", topology)
     if not match or match[1] not in TPUS:
-        raise ConfigError(f"--topology {topology!r}: expected one of {', '.join(TPUS)} with its shape, such as v5p:2x2x1 or v6e:2x4")
+        raise ConfigError(
+            f"--topology {topology!r}: expected one of {', '.join(TPUS)} with its shape, such as "
+            "v5p:2x2x1 or v6e:2x4"
+        )
     kind, sides = match[1], [int(side) for side in match[2].split("x")]
     shape, memory, bandwidth = TPUS[kind]
     dimensions = shape.count("x") + 1
     if len(sides) != dimensions or min(sides) < 1:
-        raise ConfigError(f"--topology {topology!r}: {kind} has {dimensions} dimensions of at least 1, such as {kind}:{shape}")
+        raise ConfigError(
+            f"--topology {topology!r}: {kind} has {dimensions} dimensions of at least 1, such as "
+            f"{kind}:{shape}"
+        )
     return Target(topology, math.prod(sides), memory, bandwidth)
 
 
@@ -110,7 +181,9 @@ def _size(text: str, flag: str) -> float:
     try:
         size = float(match[1]) * _UNITS[match[2]]
     except (TypeError, ValueError):
-        raise ConfigError(f"{flag} {text!r}: expected a number with one of the units {', '.join(_UNITS)}") from None
+        raise ConfigError(
+            f"{flag} {text!r}: expected a number with one of the units {', '.join(_UNITS)}"
+        ) from None
     if not 0 < size < math.inf:
         raise ConfigError(f"{flag} {text!r}: must be more than 0 and finite")
     return size
@@ -119,20 +192,40 @@ def _size(text: str, flag: str) -> float:
 def render(plan) -> str:
     """The table for people; GB are 10^9 bytes."""
     rows = [(name, size) for name, size in plan.parameters.items()]
-    rows += [(f"cache, {_streams(plan)} of {plan.context} tokens", plan.total - plan.activations - sum(plan.parameters.values())),
-             ("activations (estimate)", plan.activations), ("total", plan.total), ("memory of a device", int(plan.target.memory))]
+    rows += [
+        (
+            f"cache, {_streams(plan)} of {plan.context} tokens",
+            plan.total - plan.activations - sum(plan.parameters.values()),
+        ),
+        ("activations (estimate)", plan.activations),
+        ("total", plan.total),
+        ("memory of a device", int(plan.target.memory)),
+    ]
     lines = [f"{plan.target.name}, mesh {plan.mesh[0]}x{plan.mesh[1]} (data x model), per device:"]
     lines += [f"  {name:44}{size / GB:10.2f} GB" for name, size in rows]
-    verdict = "It fits." if plan.fits else f"It does not fit: {(plan.total - plan.target.memory) / GB:.1f} GB too much on each device."
-    lines += [f"{verdict} Longest context with {_streams(plan)}: {plan.longest_context} tokens; most streams at {plan.context} tokens: "
-              f"{plan.most_streams}."]
+    verdict = (
+        "It fits."
+        if plan.fits
+        else (
+            f"It does not fit: {(plan.total - plan.target.memory) / GB:.1f} GB too much on each "
+            "device."
+        )
+    )
+    lines += [
+        f"{verdict} Longest context with {_streams(plan)}: {plan.longest_context} tokens; most "
+        f"streams at {plan.context} tokens: {plan.most_streams}."
+    ]
     if plan.speed:
         speed = plan.speed
-        lines += [f"Estimate from memory bandwidth alone, per stream: plain {speed['plain_tokens_per_second_per_stream']:.0f} tok/s, "
-                  f"speculative {speed['speculative_tokens_per_second_per_stream']:.0f} tok/s if "
-                  f"{speed['assumed_accepted_per_round']:g} drafts are accepted per round",
-                  f"  plain = bandwidth / {speed['bytes_per_plain_step'] / GB:.2f} GB; speculative = (accepted + 1) * bandwidth / "
-                  f"{speed['bytes_per_round'] / GB:.2f} GB (weights of the distinct experts, dense weights and caches read once)"]
+        lines += [
+            "Estimate from memory bandwidth alone, per stream: plain "
+            f"{speed['plain_tokens_per_second_per_stream']:.0f} tok/s, speculative "
+            f"{speed['speculative_tokens_per_second_per_stream']:.0f} tok/s if "
+            f"{speed['assumed_accepted_per_round']:g} drafts are accepted per round",
+            f"  plain = bandwidth / {speed['bytes_per_plain_step'] / GB:.2f} GB; speculative = "
+            f"(accepted + 1) * bandwidth / {speed['bytes_per_round'] / GB:.2f} GB (weights of "
+            "the distinct experts, dense weights and caches read once)",
+        ]
     return "\n".join(lines)
 
 
@@ -141,8 +234,15 @@ def _streams(plan) -> str:
 
 
 def render_programs(programs: dict, plan) -> str:
-    lines = [f"Compiled for {plan.target.name}:{'':12}{'seconds':>10}{'arguments':>12}{'temporary':>12}{'peak':>12}   estimate / peak   copies of caches"]
+    lines = [
+        "Compiled for "
+        f"{plan.target.name}:{'':12}{'seconds':>10}{'arguments':>12}{'temporary':>12}{'peak':>12} "
+        "  estimate / peak   copies of caches"
+    ]
     for name, row in programs.items():
-        lines.append(f"  {name:30}{row['seconds']:10.1f}{row['argument_bytes'] / GB:9.2f} GB{row['temporary_bytes'] / GB:9.2f} GB"
-                     f"{row['peak_bytes'] / GB:9.2f} GB{plan.total / row['peak_bytes']:15.2f}{row['cache_copies']:19}")
+        lines.append(
+            f"  {name:30}{row['seconds']:10.1f}{row['argument_bytes'] / GB:9.2f} "
+            f"GB{row['temporary_bytes'] / GB:9.2f} GB{row['peak_bytes'] / GB:9.2f} "
+            f"GB{plan.total / row['peak_bytes']:15.2f}{row['cache_copies']:19}"
+        )
     return "\n".join(lines)

@@ -1,9 +1,10 @@
 """Commands that several processes can run together: their options, joining, and how they end."""
+
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Callable
+from collections.abc import Callable
 
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
 
@@ -11,8 +12,12 @@ from dspark_jax.errors import ConfigError, DsparkError, PromptError
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a command that several processes can run together."""
     add = parser.add_argument
-    add("--coordinator", metavar="HOST:PORT", help="run together with other processes, started alike: the address of process 0, "
-        "or `auto` for what the cluster says; process 0 prints")
+    add(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="run together with other processes, started alike: the address of process 0, "
+        "or `auto` for what the cluster says; process 0 prints",
+    )
     add("--process-id", type=int, metavar="I", help="number of this process, from 0")
     add("--num-processes", type=int, metavar="N", help="how many processes there are")
 
@@ -23,7 +28,8 @@ def several_asked_for(args: argparse.Namespace) -> bool:
 
 
 def run_command(args: argparse.Namespace, work: Callable[[argparse.Namespace, bool], int]) -> int:
-    """work(args, primary) of one process or, where the options ask for several, after joining them. Returns the exit status.
+    """work(args, primary) of one process or, where the options ask for several, after joining them.
+    Returns the exit status.
 
     primary: whether this process, number 0, is the one that prints results.
     """
@@ -32,7 +38,12 @@ def run_command(args: argparse.Namespace, work: Callable[[argparse.Namespace, bo
     import jax
 
     from dspark_jax.runtime import processes
-    joining = None if args.coordinator == "auto" else args.coordinator, args.process_id, args.num_processes
+
+    joining = (
+        None if args.coordinator == "auto" else args.coordinator,
+        args.process_id,
+        args.num_processes,
+    )
     processes.check_arguments(*joining)
     processes.keep_stdout()
     processes.initialize(*joining)
@@ -44,13 +55,15 @@ def run_command(args: argparse.Namespace, work: Callable[[argparse.Namespace, bo
 
 
 def command_mesh(text: str | None):
-    """The mesh that a command's option names, such as "1x4". Without it: None, one device; with several processes 1xALL.
+    """The mesh that a command's option names, such as "1x4". Without it: None, one device; with
+    several processes 1xALL.
 
     Raises ConfigError for a mesh that cannot be, or in which a process has no device.
     """
     import jax
 
     from dspark_jax.runtime.sharding import check_processes, make_mesh, parse_mesh
+
     if text is None and jax.process_count() == 1:
         return None
     mesh = make_mesh(*((1, jax.device_count()) if text is None else parse_mesh(text)))

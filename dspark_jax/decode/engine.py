@@ -1,16 +1,19 @@
 """Runs streams: prefill, then rounds on the device, a few per call, handed to the host as records.
 
-As many streams run at a time as the mesh has rows on its data axis, one a row; one device is one row. A row without a stream of
-its own has one that is done from the start: it prefills no token and takes part in no round.
+As many streams run at a time as the mesh has rows on its data axis, one a row; one device is one
+row. A row without a stream of its own has one that is done from the start: it prefills no token and
+takes part in no round.
 
-Each program is compiled once per model structure and mode: prompt lengths, draft lengths, gate numbers and stop tokens are data.
+Each program is compiled once per model structure and mode: prompt lengths, draft lengths, gate
+numbers and stop tokens are data.
 """
+
 from __future__ import annotations
 
 import dataclasses
 import functools
 import time
-from typing import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -19,24 +22,33 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.decode import gate as gates
 from dspark_jax.decode import round as rounds
+from dspark_jax.decode.request import Request
 from dspark_jax.decode.steps import new_cache
-from dspark_jax.model.cache import Cache
-from dspark_jax.runtime.processes import losses_explained
 from dspark_jax.errors import NumericsError
 from dspark_jax.loading.load import Model
+from dspark_jax.model.cache import Cache
 from dspark_jax.model.dspark import Limits
 from dspark_jax.runtime.backend import jit
-from dspark_jax.decode.request import Request
-from dspark_jax.runtime.sharding import DATA, cache_specs, fetch, max_over_data, on_mesh, parameter_specs, stream_spec
+from dspark_jax.runtime.processes import losses_explained
+from dspark_jax.runtime.sharding import (
+    DATA,
+    cache_specs,
+    fetch,
+    max_over_data,
+    on_mesh,
+    parameter_specs,
+    stream_spec,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundRecord:
     """What one round did.
 
-    proposed: drafts made, K, or 0 after a margin skip. verified: drafts chosen to be verified, of those that the cache has room for.
-    accepted: leading ones that matched. confidence: K raw scores, None after a margin skip. margin: top1 - top2 of the anchor's
-    logits. skipped: "", "gate" or "margin".
+    proposed: drafts made, K, or 0 after a margin skip. verified: drafts chosen to be verified, of
+      those that the cache has room for.
+    accepted: leading ones that matched. confidence: K raw scores, None after a margin skip. margin:
+    top1 - top2 of the anchor's logits. skipped: "", "gate" or "margin".
     """
 
     proposed: int
@@ -51,7 +63,8 @@ class RoundRecord:
 class Emission:
     """Tokens of a prompt that became known together.
 
-    prompt: its number in the request. record: None for the first token (chosen by the prefill) and in plain mode.
+    prompt: its number in the request. record: None for the first token (chosen by the prefill) and
+      in plain mode.
     last: nothing follows.
     """
 
@@ -62,7 +75,9 @@ class Emission:
 
 
 class Programs:
-    """The two compiled programs of a mode: a prefill chunk, and a call of rounds. Both reuse the caches they are given."""
+    """The two compiled programs of a mode: a prefill chunk, and a call of rounds. Both reuse the
+    caches they are given.
+    """
 
     def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str):
         self.begin = _jitted_prefill(graphdef, mesh)
@@ -71,47 +86,64 @@ class Programs:
 
 
 def prefill_program(graphdef: nnx.GraphDef, mesh: Mesh):
-    """`rounds.begin` over the mesh: (state, cache, tokens [B, T], valid [B]) -> cache, what was chosen. The same in every mode."""
+    """`rounds.begin` over the mesh: (state, cache, tokens [B, T], valid [B]) -> cache, what was
+    chosen. The same in every mode.
+    """
+
     def program(state, cache, tokens, valid):
         rows, cached = stream_spec(mesh, tokens.shape[0]), cache_specs(mesh, cache)
-        device = on_mesh(mesh, lambda state, *rest: rounds.begin(nnx.merge(graphdef, state), *rest),
-                         (parameter_specs(state), cached, rows, rows), (cached, rows))
+        device = on_mesh(
+            mesh,
+            lambda state, *rest: rounds.begin(nnx.merge(graphdef, state), *rest),
+            (parameter_specs(state), cached, rows, rows),
+            (cached, rows),
+        )
         return device(state, cache, tokens, valid)
 
     return program
 
 
 def rounds_program(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str):
-    """`rounds.run` over the mesh: (state, gate config, round state, stop ids, most) -> round state, outputs, how many were filled.
+    """`rounds.run` over the mesh: (state, gate config, round state, stop ids, most) -> round state,
+    outputs, how many were filled.
 
     What comes back is cut as what came in, else the next call would compile once more.
     """
+
     def device(state, *arguments):
         after, outputs, count = rounds.run(nnx.merge(graphdef, state), limits, mode, *arguments)
         return after, outputs, max_over_data(count)
 
     def program(state, config, round_state, stop_ids, most):
         streams, whole = round_state.anchor.shape[0], PartitionSpec()
-        specs = jax.tree.map(lambda _: stream_spec(mesh, streams), round_state).replace(cache=cache_specs(mesh, round_state.cache))
-        return on_mesh(mesh, device, (parameter_specs(state), whole, specs, whole, whole),
-                       (specs, stream_spec(mesh, streams, axis=1), whole))(state, config, round_state, stop_ids, most)
+        specs = jax.tree.map(lambda _: stream_spec(mesh, streams), round_state).replace(
+            cache=cache_specs(mesh, round_state.cache)
+        )
+        return on_mesh(
+            mesh,
+            device,
+            (parameter_specs(state), whole, specs, whole, whole),
+            (specs, stream_spec(mesh, streams, axis=1), whole),
+        )(state, config, round_state, stop_ids, most)
 
     return program
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _jitted_prefill(graphdef: nnx.GraphDef, mesh: Mesh):
     return jit(prefill_program(graphdef, mesh), donate_argnums=1)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _programs(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str) -> Programs:
     return Programs(graphdef, mesh, limits, mode)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Begun:
-    """A prefilled stream: the first token, the margin that it was chosen by, and how many more tokens are wanted."""
+    """A prefilled stream: the first token, the margin that it was chosen by, and how many more
+    tokens are wanted.
+    """
 
     token: int
     margin: float
@@ -136,7 +168,9 @@ class Engine:
         self.gate_state = None
 
     def _warm_up(self) -> float:
-        """Runs both programs for zero rows and zero rounds, so that later seconds hold no compilation."""
+        """Runs both programs for zero rows and zero rounds, so that later seconds hold no
+        compilation.
+        """
         key = self.stop_ids.shape
         if key in self.programs.warm:
             return 0.0
@@ -149,9 +183,12 @@ class Engine:
         return time.perf_counter() - started
 
     def _prefill_chunk(self, cache, parts: Sequence[Sequence[int]]):
-        tokens, valid = np.zeros((self.width, self.model.limits.prefill_chunk), np.int32), np.zeros(self.width, np.int32)
+        tokens, valid = (
+            np.zeros((self.width, self.model.limits.prefill_chunk), np.int32),
+            np.zeros(self.width, np.int32),
+        )
         for b, part in enumerate(parts):
-            tokens[b, :len(part)], valid[b] = part, len(part)
+            tokens[b, : len(part)], valid[b] = part, len(part)
         return self.programs.begin(self.state, cache, tokens, valid)
 
     def _round_state(self, cache, begun: Sequence[_Begun]) -> rounds.RoundState:
@@ -160,9 +197,13 @@ class Engine:
 
         remaining = of_streams((stream.remaining for stream in begun), 0, np.int32)
         small = rounds.RoundState(
-            cache=None, anchor=of_streams((stream.token for stream in begun), 0, np.int32),
-            margin=of_streams((stream.margin for stream in begun), 0, np.float32), remaining=remaining, done=remaining == 0,
-            faulty=of_streams((-1 for _ in begun), -1, np.int32), gate=gates.init(self.config, self.width),
+            cache=None,
+            anchor=of_streams((stream.token for stream in begun), 0, np.int32),
+            margin=of_streams((stream.margin for stream in begun), 0, np.float32),
+            remaining=remaining,
+            done=remaining == 0,
+            faulty=of_streams((-1 for _ in begun), -1, np.int32),
+            gate=gates.init(self.config, self.width),
         )
         where = NamedSharding(self.model.mesh, stream_spec(self.model.mesh, self.width))
         return jax.device_put(small, where).replace(cache=cache)
@@ -171,18 +212,22 @@ class Engine:
         return self.programs.run(self.state, self.config, state, self.stop_ids, np.int32(most))
 
     def stream(self, numbers: Sequence[int], rounds_per_call: int) -> Iterator[Emission]:
-        """Runs the prompts of these numbers at once, at most `width` of them; each emits what it would emit alone.
+        """Runs the prompts of these numbers at once, at most `width` of them; each emits what it
+        would emit alone.
 
-        Every stream ends with max_new_tokens or a stop token; the surplus of the last round is dropped from its tokens.
-        Raises NumericsError at logits or drafts that are not finite, after the tokens before them; DsparkError if another process
-        is lost.
+        Every stream ends with max_new_tokens or a stop token; the surplus of the last round is
+        dropped from its tokens.
+        Raises NumericsError at logits or drafts that are not finite, after the tokens before them;
+        DsparkError if another process is lost.
         """
         with losses_explained():
             yield from self._stream(numbers, rounds_per_call)
 
     def gate_of(self, place: int) -> gates.GateState | None:
-        """What the gate knew, after the last call of rounds, of the stream at this place of `numbers`; None before the first."""
-        return jax.tree.map(lambda leaf: leaf[place:place + 1], self.gate_state)
+        """What the gate knew, after the last call of rounds, of the stream at this place of
+        `numbers`; None before the first.
+        """
+        return jax.tree.map(lambda leaf: leaf[place : place + 1], self.gate_state)
 
     def _stream(self, numbers: Sequence[int], rounds_per_call: int) -> Iterator[Emission]:
         self.gate_state = None
@@ -195,11 +240,15 @@ class Engine:
         while not done.all():
             state, outputs, count = self._run(state, rounds_per_call)
             # Copies: the next call takes the arrays of this state over.
-            self.gate_state, done, faulty, outputs, count = fetch(self.model.mesh, (*_shown(state), outputs, count))
+            self.gate_state, done, faulty, outputs, count = fetch(
+                self.model.mesh, (*_shown(state), outputs, count)
+            )
             for i in range(int(count)):
                 for b, number in enumerate(numbers):
                     anchor = self._anchor_position(number, remaining[b])
-                    tokens, remaining[b] = self._kept(outputs.tokens[i, b, :outputs.emitted[i, b]].tolist(), remaining[b])
+                    tokens, remaining[b] = self._kept(
+                        outputs.tokens[i, b, : outputs.emitted[i, b]].tolist(), remaining[b]
+                    )
                     if tokens:
                         record = None if self.request.mode == "plain" else _record(outputs, i, b)
                         _refuse_damaged_drafts(record, number, anchor)
@@ -209,29 +258,39 @@ class Engine:
                     raise NumericsError(_not_finite(number, position))
 
     def _prefill(self, numbers: Sequence[int]) -> tuple[Cache, list[_Begun]]:
-        """All prompts, chunk by chunk. A prompt that has ended takes no rows of later chunks, and its choice is kept."""
+        """All prompts, chunk by chunk. A prompt that has ended takes no rows of later chunks, and
+        its choice is kept.
+        """
         prompts, begun = [self.request.prompts[number] for number in numbers], {}
         cache, chunk = new_cache(self.model, self.width), self.model.limits.prefill_chunk
         for at in range(0, max(map(len, prompts)), chunk):
-            cache, chosen = self._prefill_chunk(cache, [prompt[at:at + chunk] for prompt in prompts])
+            cache, chosen = self._prefill_chunk(
+                cache, [prompt[at : at + chunk] for prompt in prompts]
+            )
             ending = [b for b, prompt in enumerate(prompts) if at < len(prompt) <= at + chunk]
             values = fetch(self.model.mesh, chosen) if ending else None
             for b in ending:
                 token, margin, finite = (value[b].item() for value in values)
                 if not finite:
                     raise NumericsError(_not_finite(numbers[b], len(prompts[b]) - 1))
-                begun[b] = _Begun(token, margin, self._kept([token], self.request.max_new_tokens)[1])
+                begun[b] = _Begun(
+                    token, margin, self._kept([token], self.request.max_new_tokens)[1]
+                )
         return cache, [begun[b] for b in range(len(prompts))]
 
     def _anchor_position(self, number: int, remaining: int) -> int:
-        """Where the last token stands that was emitted for this prompt, while so many are still wanted."""
+        """Where the last token stands that was emitted for this prompt, while so many are still
+        wanted.
+        """
         return len(self.request.prompts[number]) + self.request.max_new_tokens - remaining - 1
 
     def _kept(self, tokens: list[int], remaining: int) -> tuple[list[int], int]:
         """What of a round's tokens is wanted, and how many more are then: none behind a stop token."""
         tokens = tokens[:remaining]
-        stop = next((j for j, token in enumerate(tokens) if token in self.request.stop_token_ids), None)
-        return (tokens, remaining - len(tokens)) if stop is None else (tokens[:stop + 1], 0)
+        stop = next(
+            (j for j, token in enumerate(tokens) if token in self.request.stop_token_ids), None
+        )
+        return (tokens, remaining - len(tokens)) if stop is None else (tokens[: stop + 1], 0)
 
 
 def _shown(state: rounds.RoundState) -> tuple[gates.GateState, jax.Array, jax.Array]:
@@ -242,16 +301,32 @@ def _shown(state: rounds.RoundState) -> tuple[gates.GateState, jax.Array, jax.Ar
 def _record(outputs: rounds.RoundOutput, i: int, b: int) -> RoundRecord:
     skipped = ("", "gate", "margin")[int(outputs.skipped[i, b])]
     confidence = None if skipped == "margin" else tuple(float(c) for c in outputs.confidence[i, b])
-    return RoundRecord(int(outputs.proposed[i, b]), int(outputs.verified[i, b]), int(outputs.accepted[i, b]), confidence,
-                       float(outputs.margin[i, b]), skipped)
+    return RoundRecord(
+        int(outputs.proposed[i, b]),
+        int(outputs.verified[i, b]),
+        int(outputs.accepted[i, b]),
+        confidence,
+        float(outputs.margin[i, b]),
+        skipped,
+    )
 
 
 def _refuse_damaged_drafts(record: RoundRecord | None, prompt: int, position: int) -> None:
-    """A drafter that is not finite is never right: all rounds would be slow and, as the tokens stay right, nobody would know why."""
-    if record is not None and record.confidence is not None and not np.isfinite(record.confidence).all():
-        raise NumericsError(f"prompt {prompt}: the drafts of the round at position {position} are not finite (NaN or infinity), while "
-                            "the main model's logits are: a tensor under mtp.* (the drafter) or the embedding of its noise token is "
-                            "damaged; fetch the checkpoint again, or decode without the drafter, mode='plain'")
+    """A drafter that is not finite is never right: all rounds would be slow and, as the tokens stay
+    right, nobody would know why.
+    """
+    if (
+        record is not None
+        and record.confidence is not None
+        and not np.isfinite(record.confidence).all()
+    ):
+        raise NumericsError(
+            f"prompt {prompt}: the drafts of the round at position {position} are not finite "
+            "(NaN or infinity), while "
+            "the main model's logits are: a tensor under mtp.* (the drafter) or the embedding of "
+            "its noise token is damaged; fetch the checkpoint again, or decode without the "
+            "drafter, mode='plain'"
+        )
 
 
 def as_data(number) -> np.ndarray:
@@ -265,5 +340,8 @@ def _padded_size(count: int) -> int:
 
 
 def _not_finite(prompt: int, position: int) -> str:
-    return (f"prompt {prompt}: the logits at position {position} are not finite (NaN or infinity); the weights or the computation "
-            "are damaged: fetch the checkpoint again, and try dtype='float32'")
+    return (
+        f"prompt {prompt}: the logits at position {position} are not finite (NaN or infinity); "
+        "the weights or the computation "
+        "are damaged: fetch the checkpoint again, and try dtype='float32'"
+    )

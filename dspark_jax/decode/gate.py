@@ -1,19 +1,21 @@
 """The gate: how many of the drafted tokens are worth verifying.
 
-Before every round the gate chooses n in 0..K, the length that promises the most tokens per millisecond. It learns, while the
-stream runs, how often a draft with a given confidence score is right: scores fall into six buckets, each with a decayed count of
-what was observed. It never changes which tokens come out, only how fast.
+Before every round the gate chooses n in 0..K, the length that promises the most tokens per
+millisecond. It learns, while the stream runs, how often a draft with a given confidence score is
+right: scores fall into six buckets, each with a decayed count of what was observed. It never
+changes which tokens come out, only how fast.
 
     p_i         = (matches + 2 * 0.75) / (observed + 2)          of the bucket of the score of draft i
     E[tokens(n)] = 1 + p_1 + p_1 p_2 + ... + p_1 ... p_n
     cost(0)     = plain_ms,   cost(n) = draft_ms + verify_base_ms + verify_slope_ms * n        [ms]
     n*          = argmax of E[tokens(n)] / cost(n), the smaller n on a tie
 
-n* != K is taken only if its rate is at least `margin` times the rate of K; a choice in 1..min_draft-1 is raised to min_draft.
-Rates are compared by cross-multiplication, so that equal rates are equal on every backend, whatever its division rounds to.
+n* != K is taken only if its rate is at least `margin` times the rate of K; a choice in
+1..min_draft-1 is raised to min_draft. Rates are compared by cross-multiplication, so that equal
+rates are equal on every backend, whatever its division rounds to.
 
-Everything is pure, batched over streams and usable inside jit. The numbers of a `GateConfig` are leaves of a pytree: changing one
-compiles nothing. B: streams, K: draft block.
+Everything is pure, batched over streams and usable inside jit. The numbers of a `GateConfig` are
+leaves of a pytree: changing one compiles nothing. B: streams, K: draft block.
 
     state = init(config, B)
     n = choose(config, state, confidence)                            # per round; skip the draft before where margin_skip(...)
@@ -30,24 +32,44 @@ import numpy as np
 
 from dspark_jax.decode.gate_config import GateConfig, refuse_long_min_draft, validate
 
-__all__ = ["GateConfig", "GateState", "choose", "init", "margin_skip", "note_skipped", "observe", "stats", "validate"]
+__all__ = [
+    "GateConfig",
+    "GateState",
+    "choose",
+    "init",
+    "margin_skip",
+    "note_skipped",
+    "observe",
+    "stats",
+    "validate",
+]
 
 BUCKET_EDGES = (-0.5, 0.5, 1.5, 3.0, 6.0)
-"""Inner edges of the six score buckets (-inf, -0.5), [-0.5, 0.5), ... [6, inf). Scores are logits of the confidence head."""
+"""Inner edges of the six score buckets (-inf, -0.5), [-0.5, 0.5), ... [6, inf). Scores are logits
+of the confidence head.
+"""
 
 N_BUCKETS = len(BUCKET_EDGES) + 1
 PRIOR_WEIGHT = 2.0
 PRIOR_RATE = 0.75
 
+
 class GateState(NamedTuple):
     """What the gate remembers of each of B streams. A stream starts cold: all zero."""
 
-    matches: jax.Array  # f32 [B, 6]: drafts of the bucket that matched, each round counting decay times the next, >= 0
-    observed: jax.Array  # f32 [B, 6]: drafts of the bucket whose fate was seen, decayed alike, >= matches
+    # f32 [B, 6]: drafts of the bucket that matched, each round counting decay times the next, >= 0
+    matches: jax.Array
+    observed: (
+        jax.Array
+    )  # f32 [B, 6]: drafts of the bucket whose fate was seen, decayed alike, >= matches
     rounds: jax.Array  # i32 [B]: rounds so far, skipped ones included
-    truncated: jax.Array  # i32 [B]: rounds for which the gate chose some but not all drafts, 0 < n < K
+    truncated: (
+        jax.Array
+    )  # i32 [B]: rounds for which the gate chose some but not all drafts, 0 < n < K
     skipped: jax.Array  # i32 [B]: rounds for which it chose none, for either reason
-    margin_skipped: jax.Array  # i32 [B]: of those, rounds skipped before the draft by the logit margin
+    margin_skipped: (
+        jax.Array
+    )  # i32 [B]: of those, rounds skipped before the draft by the logit margin
 
 
 def init(config: GateConfig, batch: int) -> GateState:
@@ -59,13 +81,20 @@ def init(config: GateConfig, batch: int) -> GateState:
 
 
 def margin_skip(config: GateConfig, margin: jax.Array) -> jax.Array:
-    """Whether to skip the draft, given the anchor's top1 - top2 logit margin: f32 [B] -> bool [B]. A NaN margin skips nothing."""
+    """Whether to skip the draft, given the anchor's top1 - top2 logit margin: f32 [B] -> bool [B].
+    A NaN margin skips nothing.
+    """
     threshold = jnp.asarray(config.margin_threshold, jnp.float32)
-    return jnp.asarray(config.enabled, bool) & (threshold > 0) & (jnp.asarray(margin, jnp.float32) < threshold)
+    return (
+        jnp.asarray(config.enabled, bool)
+        & (threshold > 0)
+        & (jnp.asarray(margin, jnp.float32) < threshold)
+    )
 
 
 def choose(config: GateConfig, state: GateState, confidence: jax.Array) -> jax.Array:
-    """How many drafts to verify: confidence f32 [B, K] -> n i32 [B], 0..K; K everywhere when the gate is off.
+    """How many drafts to verify: confidence f32 [B, K] -> n i32 [B], 0..K; K everywhere when the
+    gate is off.
 
     Raises ConfigError if a `min_draft` known as a Python number exceeds K.
     """
@@ -83,24 +112,39 @@ def _choose(config, state, confidence):
     for n in range(1, block + 1):
         better = tokens[n] * best_cost > best_tokens * cost[n]
         best = jnp.where(better, n, best)
-        best_tokens, best_cost = jnp.where(better, tokens[n], best_tokens), jnp.where(better, cost[n], best_cost)
+        best_tokens, best_cost = (
+            jnp.where(better, tokens[n], best_tokens),
+            jnp.where(better, cost[n], best_cost),
+        )
     worth_it = best_tokens * cost[block] >= config.margin * tokens[block] * best_cost
     n = jnp.where(worth_it, best, block)
     n = jnp.where(n > 0, jnp.maximum(n, config.min_draft), n)
     return jnp.where(config.enabled, jnp.minimum(n, block), block).astype(jnp.int32)
 
 
-def observe(config: GateConfig, state: GateState, confidence, accepted, verified, chosen=None) -> GateState:
-    """Learns from one round and counts it: confidence f32 [B, K], accepted i32 [B], verified i32 [B].
+def observe(
+    config: GateConfig, state: GateState, confidence, accepted, verified, chosen=None
+) -> GateState:
+    """Learns from one round and counts it: confidence f32 [B, K], accepted i32 [B], verified i32
+    [B].
 
-    A stream with verified n > 0 first decays all its buckets, then adds the drafts 0..min(accepted, n-1): what lies behind the
-    first rejection is censored, neither a match nor a miss. A stream with verified 0 observes and decays nothing.
-    chosen i32 [B]: what `choose` said, where the end of the cache had room for fewer; None: as verified. It decides what is
-    counted: a round that the cache cut short is not one that the gate truncated. A stream with chosen 0 counts nothing.
+    A stream with verified n > 0 first decays all its buckets, then adds the drafts 0..min(accepted,
+    n-1): what lies behind the first rejection is censored, neither a match nor a miss. A stream
+    with verified 0 observes and decays nothing. chosen i32 [B]: what `choose` said, where the end
+    of the cache had room for fewer; None: as verified. It decides what is
+    counted: a round that the cache cut short is not one that the gate truncated. A stream with
+      chosen 0 counts nothing.
     """
     as_count = functools.partial(jnp.asarray, dtype=jnp.int32)
     chosen = verified if chosen is None else chosen
-    return _observe(config, state, jnp.asarray(confidence, jnp.float32), as_count(accepted), as_count(verified), as_count(chosen))
+    return _observe(
+        config,
+        state,
+        jnp.asarray(confidence, jnp.float32),
+        as_count(accepted),
+        as_count(verified),
+        as_count(chosen),
+    )
 
 
 @jax.jit
@@ -126,7 +170,8 @@ def _observe(config, state, confidence, accepted, verified, chosen):
 
 
 def note_skipped(state: GateState, skipped, by_margin) -> GateState:
-    """Counts a round that verified nothing, where `skipped` (bool [B]); `by_margin` (bool [B]): it was for the logit margin.
+    """Counts a round that verified nothing, where `skipped` (bool [B]); `by_margin` (bool [B]): it
+    was for the logit margin.
 
     Nothing was seen, so nothing is learned and nothing decays.
     """
@@ -139,15 +184,19 @@ def note_skipped(state: GateState, skipped, by_margin) -> GateState:
 
 
 def stats(state: GateState, stream: int | None = None) -> dict:
-    """Counters and bucket rates as plain Python numbers: of one stream, or of all (counters summed, evidence pooled).
+    """Counters and bucket rates as plain Python numbers: of one stream, or of all (counters summed,
+    evidence pooled).
 
-    Keys: rounds, truncated, skipped, margin_skipped, bucket_rates (6 match rates, prior included), bucket_observed (6 decayed
-    counts), bucket_edges (the 5 edges between the buckets).
+    Keys: rounds, truncated, skipped, margin_skipped, bucket_rates (6 match rates, prior included),
+    bucket_observed (6 decayed counts), bucket_edges (the 5 edges between the buckets).
     """
     host = GateState(*(np.asarray(leaf) for leaf in state))
     pooled = GateState(*(leaf.sum(axis=0) if stream is None else leaf[stream] for leaf in host))
     rates = (pooled.matches + PRIOR_WEIGHT * PRIOR_RATE) / (pooled.observed + PRIOR_WEIGHT)
-    counters = {name: int(getattr(pooled, name)) for name in ("rounds", "truncated", "skipped", "margin_skipped")}
+    counters = {
+        name: int(getattr(pooled, name))
+        for name in ("rounds", "truncated", "skipped", "margin_skipped")
+    }
     return counters | {
         "bucket_rates": [float(rate) for rate in rates],
         "bucket_observed": [float(count) for count in pooled.observed],
@@ -161,12 +210,16 @@ def _bucket(score):
 
 
 def _rates(state):
-    """f32 [B, 6]: the match rate of each bucket, drawn towards 0.75 by a prior worth two observations."""
+    """f32 [B, 6]: the match rate of each bucket, drawn towards 0.75 by a prior worth two
+    observations.
+    """
     return (state.matches + PRIOR_WEIGHT * PRIOR_RATE) / (state.observed + PRIOR_WEIGHT)
 
 
 def _expected_tokens(rates, confidence):
-    """K+1 arrays f32 [B]: the tokens that a round emits on average when n drafts are verified, n = 0..K."""
+    """K+1 arrays f32 [B]: the tokens that a round emits on average when n drafts are verified, n =
+    0..K.
+    """
     match = jnp.take_along_axis(rates, _bucket(confidence), axis=1)
     all_match = jnp.ones(confidence.shape[:1], jnp.float32)
     tokens = [all_match]
@@ -179,6 +232,7 @@ def _expected_tokens(rates, confidence):
 def _costs(config, block):
     """K+1 scalars f32, ms: cost(0) is a plain step; a draft already paid for is not charged to it."""
     verify = [config.verify_base_ms + config.verify_slope_ms * n for n in range(1, block + 1)]
-    return [jnp.asarray(ms, jnp.float32) for ms in [config.plain_ms] + [config.draft_ms + ms for ms in verify]]
-
-
+    return [
+        jnp.asarray(ms, jnp.float32)
+        for ms in [config.plain_ms] + [config.draft_ms + ms for ms in verify]
+    ]

@@ -1,4 +1,6 @@
-"""The numbers of the gate: their defaults, the environment variables they come from, and what makes one unusable."""
+"""The numbers of the gate: their defaults, the environment variables they come from, and what makes
+one unusable.
+"""
 
 import dataclasses
 import functools
@@ -12,24 +14,39 @@ import numpy as np
 from dspark_jax.errors import ConfigError
 
 ENV_PREFIX = "DEEPSEEK_DSPARK_GATE"
-FLOAT32_TINY, FLOAT32_MAX = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+FLOAT32_TINY, FLOAT32_MAX = (
+    float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
+)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("enabled", "margin_threshold", "margin", "min_draft", "decay", "draft_ms", "verify_base_ms",
-                 "verify_slope_ms", "plain_ms"),
+    data_fields=(
+        "enabled",
+        "margin_threshold",
+        "margin",
+        "min_draft",
+        "decay",
+        "draft_ms",
+        "verify_base_ms",
+        "verify_slope_ms",
+        "plain_ms",
+    ),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
 class GateConfig:
-    """The numbers of the gate. Every field is a pytree leaf: a Python number outside jit, possibly a tracer inside.
+    """The numbers of the gate. Every field is a pytree leaf: a Python number outside jit, possibly
+    a tracer inside.
 
-    Off by default. Python numbers are brought to one type per field, so that 196 and 196.5 share a compiled program.
+    Off by default. Python numbers are brought to one type per field, so that 196 and 196.5 share a
+    compiled program.
     """
 
     enabled: bool = False  # off: all K drafts are verified in every round
-    margin_threshold: float = 0.0  # logits; the draft is skipped where top1 - top2 of the anchor is below it; 0: never
+    margin_threshold: float = (
+        0.0  # logits; the draft is skipped where top1 - top2 of the anchor is below it; 0: never
+    )
     margin: float = 1.15  # factor by which a truncated block must beat the full one
     min_draft: int = 0  # tokens; a choice of 1..min_draft-1 becomes min_draft, 0 stays 0
     decay: float = 0.9  # factor on the counts of all buckets per observed round, 0..1
@@ -40,26 +57,34 @@ class GateConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _as_field_type(field.name, getattr(self, field.name)))
+            object.__setattr__(
+                self, field.name, _as_field_type(field.name, getattr(self, field.name))
+            )
 
     @classmethod
     def from_env(cls, environ=None) -> "GateConfig":
-        """Reads DEEPSEEK_DSPARK_GATE (0 or 1) and DEEPSEEK_DSPARK_GATE_<FIELD>; an absent variable keeps the default.
+        """Reads DEEPSEEK_DSPARK_GATE (0 or 1) and DEEPSEEK_DSPARK_GATE_<FIELD>; an absent variable
+        keeps the default.
 
         Raises ConfigError naming the variable if it is unknown, is not a number or is out of range.
         """
         environ = os.environ if environ is None else environ
         names = {_variable(field.name): field.name for field in dataclasses.fields(cls)}
         values = {}
-        for variable in sorted(v for v in environ if v == ENV_PREFIX or v.startswith(ENV_PREFIX + "_")):
+        for variable in sorted(
+            v for v in environ if v == ENV_PREFIX or v.startswith(ENV_PREFIX + "_")
+        ):
             if variable not in names:
-                raise ConfigError(f"environment variable {variable} is not known; known are {', '.join(names)}")
+                raise ConfigError(
+                    f"environment variable {variable} is not known; known are {', '.join(names)}"
+                )
             values[names[variable]] = _parse(variable, names[variable], environ[variable])
         return cls(**values)
 
 
 def validate(config: GateConfig, block_size: int) -> None:
-    """Raises ConfigError, naming the field, if a number is not one, is out of range, or does not fit `block_size` (K).
+    """Raises ConfigError, naming the field, if a number is not one, is out of range, or does not
+    fit `block_size` (K).
 
     To be called with concrete values, before anything is compiled.
     """
@@ -68,12 +93,21 @@ def validate(config: GateConfig, block_size: int) -> None:
         if problem:
             raise ConfigError(f"gate {field.name}: {problem}")
     refuse_long_min_draft(config, block_size)
-    cheapest, dearest = (config.draft_ms + config.verify_base_ms + config.verify_slope_ms * n for n in (1, block_size))
+    cheapest, dearest = (
+        config.draft_ms + config.verify_base_ms + config.verify_slope_ms * n
+        for n in (1, block_size)
+    )
     if not cheapest >= FLOAT32_TINY:
-        raise ConfigError("gate draft_ms, verify_base_ms and verify_slope_ms are all 0: a verified draft must cost something")
+        raise ConfigError(
+            "gate draft_ms, verify_base_ms and verify_slope_ms are all 0: a verified draft must "
+            "cost something"
+        )
     if not dearest <= FLOAT32_MAX:
-        raise ConfigError(f"gate draft_ms, verify_base_ms and verify_slope_ms: a block of {block_size} drafts would cost {dearest:g} ms, "
-                          "which float32 cannot hold; use smaller numbers")
+        raise ConfigError(
+            f"gate draft_ms, verify_base_ms and verify_slope_ms: a block of {block_size} drafts "
+            f"would cost {dearest:g} ms, "
+            "which float32 cannot hold; use smaller numbers"
+        )
 
 
 def _variable(name):
@@ -89,7 +123,9 @@ def is_finite(value) -> bool:
 
 
 def _as_field_type(name, value):
-    """A Python or NumPy number as the Python type of its field where that loses nothing; anything else as it is."""
+    """A Python or NumPy number as the Python type of its field where that loses nothing; anything
+    else as it is.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if not isinstance(value, (bool, int, float)) or not is_finite(value):
@@ -118,29 +154,48 @@ def _parse(variable, name, text):
 def _problem(name, value):
     """Why `value` cannot be that field's, or None."""
     if name == "enabled":
-        return None if isinstance(value, (bool, np.bool_)) else f"{value!r} is neither on nor off; use 1 or 0"
+        return (
+            None
+            if isinstance(value, (bool, np.bool_))
+            else f"{value!r} is neither on nor off; use 1 or 0"
+        )
     if not _is_number(value):
         return f"{value!r} is not a number"
     number = float(value) if is_finite(value) else math.inf
     if not abs(number) <= FLOAT32_MAX:
-        shown = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else repr(value)
+        shown = (
+            f"an integer of {value.bit_length()} bits" if isinstance(value, int) else repr(value)
+        )
         return f"{shown} is not a finite number of float32"
     if name == "min_draft":
-        return None if number >= 0 and number.is_integer() else f"{value!r} must be a whole number, 0 or more"
+        return (
+            None
+            if number >= 0 and number.is_integer()
+            else f"{value!r} must be a whole number, 0 or more"
+        )
     if name == "decay":
         return None if 0 <= number <= 1 else f"{value!r} must lie in 0..1"
     if name in ("margin", "plain_ms"):
-        return None if number >= FLOAT32_TINY else f"{value!r} must be more than 0" + (", in float32" if number > 0 else "")
+        return (
+            None
+            if number >= FLOAT32_TINY
+            else f"{value!r} must be more than 0" + (", in float32" if number > 0 else "")
+        )
     return None if number >= 0 else f"{value!r} must be 0 or more"
 
 
 def _is_number(value):
     """A Python number or an array of one."""
     if isinstance(value, (np.ndarray, jax.Array)):
-        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating))
+        return value.ndim == 0 and any(
+            jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)
+        )
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def refuse_long_min_draft(config, block_size):
     if isinstance(config.min_draft, int) and config.min_draft > block_size:
-        raise ConfigError(f"gate min_draft: {config.min_draft} exceeds the draft block of {block_size} tokens; use at most that")
+        raise ConfigError(
+            f"gate min_draft: {config.min_draft} exceeds the draft block of {block_size} tokens; "
+            "use at most that"
+        )

@@ -1,21 +1,23 @@
 """Replay of recorded rounds: what would the gate have gained on them?
 
-A rounds file holds, per prompt, rounds that drafted and verified the whole block. Because each round says how many drafts were
-right, every shorter choice can be judged afterwards. `replay` runs the gate of `dspark_jax.decode.gate` over them causally, each prompt
-with a cold gate, and reports tokens per second under four accountings:
+A rounds file holds, per prompt, rounds that drafted and verified the whole block. Because each
+round says how many drafts were right, every shorter choice can be judged afterwards. `replay` runs
+the gate of `dspark_jax.decode.gate` over them causally, each prompt with a cold gate, and reports
+tokens per second under four accountings:
 
 * plain       one token per plain step;
 * always_k    the whole block is verified in every round;
 * published   the gate's choices; a round that it skips is charged plain_ms only, as the table published with the gate does;
 * charged     the same choices; a skipped round is charged draft_ms + plain_ms, since its draft was already paid for.
 
-A skipped round (n = 0) emits one token; a verified one min(accept, n) + 1. The file has no logit margins, so
-`margin_threshold` has no effect here.
+A skipped round (n = 0) emits one token; a verified one min(accept, n) + 1. The file has no logit
+margins, so `margin_threshold` has no effect here.
 
 Rounds file (JSON; times in ms; `draft_ms`, `verify_ms`, `plain_ms` each in all rounds or in none):
 
     {"source": str, "note": str, "block_size": K,
-     "prompts": {name: [{"accept": 0..K, "k": K, "draft_ms": f, "verify_ms": f, "plain_ms": f, "conf": [K scores]}, ...]}}
+     "prompts": {name: [{"accept": 0..K, "k": K, "draft_ms": f, "verify_ms": f, "plain_ms": f,
+     "conf": [K scores]}, ...]}}
 """
 
 import dataclasses
@@ -36,21 +38,27 @@ OVERALL = "overall"
 
 
 def replay(source, config: gate_config.GateConfig | None = None) -> dict:
-    """Replays a rounds file (path) or its parsed content (dict) under `config`, by default that of the environment.
+    """Replays a rounds file (path) or its parsed content (dict) under `config`, by default that of
+    the environment.
 
-    The gate is taken as enabled; draft and plain costs are the medians of all recorded rounds where the file has them, else the
-    config's; verify(n) = verify_base_ms + verify_slope_ms * n of the config. Without a config, where no variable says what a verify
-    costs either, and the defaults are far from the full verifies of the file: their median, whatever n is, since a verify of this
+    The gate is taken as enabled; draft and plain costs are the medians of all recorded rounds where
+    the file has them, else the config's; verify(n) = verify_base_ms + verify_slope_ms * n of the
+    config. Without a config, where no variable says what a verify costs either, and the defaults
+    are far from the full verifies of the file: their median, whatever n is, since a verify of this
     library computes all K+1 rows.
 
-    Returns a dict: for each of `ACCOUNTINGS` {prompt: tokens per second, ..., "overall": round-weighted}; `rounds` and `chosen`
-    {prompt: count, [n, ...]}; `costs` in ms; `verify_costs_from`, "config" or "recording"; `recorded_verify_ms`, the median or None;
+    Returns a dict: for each of `ACCOUNTINGS` {prompt: tokens per second, ..., "overall":
+    round-weighted}; `rounds` and `chosen` {prompt: count, [n, ...]}; `costs` in ms;
+    `verify_costs_from`, "config" or "recording"; `recorded_verify_ms`, the median or None;
     `source`, `block_size`.
     Raises ConfigError for a file that is missing, malformed or recorded with the gate on.
     """
     recording = check(source) if isinstance(source, dict) else load(source)
     block, prompts = recording["block_size"], recording["prompts"]
-    recorded, adapts = _median(prompts, "verify_ms", None), config is None and not _says_what_a_verify_costs(os.environ)
+    recorded, adapts = (
+        _median(prompts, "verify_ms", None),
+        config is None and not _says_what_a_verify_costs(os.environ),
+    )
     config = gate_config.GateConfig.from_env() if config is None else config
     adapts = adapts and far_from(recorded, config.verify_base_ms + config.verify_slope_ms * block)
     if adapts:
@@ -63,11 +71,16 @@ def replay(source, config: gate_config.GateConfig | None = None) -> dict:
     )
     gate_config.validate(config, block)
     chosen = {name: _choices(config, rounds) for name, rounds in prompts.items()}
-    ms = {name: _ms_per_token(config, rounds, chosen[name], block) for name, rounds in prompts.items()}
+    ms = {
+        name: _ms_per_token(config, rounds, chosen[name], block) for name, rounds in prompts.items()
+    }
     return {
         "source": recording.get("source", ""),
         "block_size": block,
-        "costs": {name: getattr(config, name) for name in ("draft_ms", "verify_base_ms", "verify_slope_ms", "plain_ms")},
+        "costs": {
+            name: getattr(config, name)
+            for name in ("draft_ms", "verify_base_ms", "verify_slope_ms", "plain_ms")
+        },
         "verify_costs_from": "recording" if adapts else "config",
         "recorded_verify_ms": recorded,
         "rounds": {name: len(rounds) for name, rounds in prompts.items()},
@@ -76,11 +89,16 @@ def replay(source, config: gate_config.GateConfig | None = None) -> dict:
 
 
 def _says_what_a_verify_costs(environ):
-    return any(f"{gate_config.ENV_PREFIX}_{field}" in environ for field in ("VERIFY_BASE_MS", "VERIFY_SLOPE_MS"))
+    return any(
+        f"{gate_config.ENV_PREFIX}_{field}" in environ
+        for field in ("VERIFY_BASE_MS", "VERIFY_SLOPE_MS")
+    )
 
 
 def far_from(recorded, assumed):
-    """Whether an assumed cost of a full verify is not that of the recorded ones: the defaults describe one machine and model."""
+    """Whether an assumed cost of a full verify is not that of the recorded ones: the defaults
+    describe one machine and model.
+    """
     return recorded is not None and abs(assumed - recorded) > 0.25 * recorded
 
 
@@ -91,7 +109,9 @@ def _choices(config, rounds):
         confidence = jnp.asarray([record["conf"]], jnp.float32)
         n = gate.choose(config, state, confidence)
         accepted = jnp.minimum(n, record["accept"])
-        state = gate.note_skipped(gate.observe(config, state, confidence, accepted, n), n == 0, jnp.zeros((1,), bool))
+        state = gate.note_skipped(
+            gate.observe(config, state, confidence, accepted, n), n == 0, jnp.zeros((1,), bool)
+        )
         chosen.append(int(n[0]))
     return chosen
 
@@ -100,7 +120,11 @@ def _ms_per_token(config, rounds, chosen, block):
     """{accounting: ms per token} of one prompt."""
 
     def cost(n, skipped_ms):
-        return config.draft_ms + config.verify_base_ms + config.verify_slope_ms * n if n else skipped_ms
+        return (
+            config.draft_ms + config.verify_base_ms + config.verify_slope_ms * n
+            if n
+            else skipped_ms
+        )
 
     def per_token(lengths, skipped_ms=0.0):
         tokens = sum(min(record["accept"], n) + 1 for record, n in zip(rounds, lengths))
@@ -115,7 +139,9 @@ def _ms_per_token(config, rounds, chosen, block):
 
 
 def _rates(prompts, ms, accounting):
-    """{prompt: tokens/s, "overall": tokens/s of the ms per token averaged with the rounds as weights}."""
+    """{prompt: tokens/s, "overall": tokens/s of the ms per token averaged with the rounds as
+    weights}.
+    """
     weighted = sum(ms[name][accounting] * len(rounds) for name, rounds in prompts.items())
     overall = weighted / sum(map(len, prompts.values()))
     return {name: 1000 / ms[name][accounting] for name in prompts} | {OVERALL: 1000 / overall}
@@ -138,19 +164,35 @@ def load(path) -> dict:
 
 
 def check(content, where="rounds") -> dict:
-    """Returns `content` if it is a complete recording, else raises ConfigError naming the prompt, round and key."""
+    """Returns `content` if it is a complete recording, else raises ConfigError naming the prompt,
+    round and key.
+    """
     _require(isinstance(content, dict), where, "the top level must be an object")
     block, prompts = content.get("block_size"), content.get("prompts")
-    _require(_is_int(block) and block >= 1, where, f"block_size must be a whole number of 1 or more, not {block!r}")
-    _require(isinstance(prompts, dict) and prompts, where, "prompts must be an object of one or more lists of rounds")
+    _require(
+        _is_int(block) and block >= 1,
+        where,
+        f"block_size must be a whole number of 1 or more, not {block!r}",
+    )
+    _require(
+        isinstance(prompts, dict) and prompts,
+        where,
+        "prompts must be an object of one or more lists of rounds",
+    )
     _require(OVERALL not in prompts, where, f"a prompt must not be named {OVERALL!r}")
     for name, rounds in prompts.items():
-        _require(isinstance(rounds, list) and rounds, f"{where}, prompt {name!r}", "must be a list of one or more rounds")
+        _require(
+            isinstance(rounds, list) and rounds,
+            f"{where}, prompt {name!r}",
+            "must be a list of one or more rounds",
+        )
         for i, record in enumerate(rounds):
             _check_round(record, block, f"{where}, prompt {name!r}, round {i}")
     for key in TIMES:
         present = [key in record for rounds in prompts.values() for record in rounds]
-        _require(all(present) or not any(present), where, f"{key} must be in every round or in none")
+        _require(
+            all(present) or not any(present), where, f"{key} must be in every round or in none"
+        )
     return content
 
 
@@ -159,13 +201,27 @@ def _check_round(record, block, where):
     for key in ("accept", "k", "conf"):
         _require(key in record, where, f"{key} is missing")
     k, accept, conf = record["k"], record["accept"], record["conf"]
-    _require(_is_int(k) and k == block, where, f"k is {k!r}, not the block of {block}; record with the gate off")
-    _require(_is_int(accept) and 0 <= accept <= k, where, f"accept must be a whole number in 0..{k}, not {accept!r}")
-    finite = isinstance(conf, list) and len(conf) == block and all(_is_finite(score) for score in conf)
+    _require(
+        _is_int(k) and k == block,
+        where,
+        f"k is {k!r}, not the block of {block}; record with the gate off",
+    )
+    _require(
+        _is_int(accept) and 0 <= accept <= k,
+        where,
+        f"accept must be a whole number in 0..{k}, not {accept!r}",
+    )
+    finite = (
+        isinstance(conf, list) and len(conf) == block and all(_is_finite(score) for score in conf)
+    )
     _require(finite, where, f"conf must be a list of {block} finite numbers, not {conf!r}")
     for key in TIMES:
         if key in record:
-            _require(_is_finite(record[key]) and record[key] >= 0, where, f"{key} must be a time in ms, not {record[key]!r}")
+            _require(
+                _is_finite(record[key]) and record[key] >= 0,
+                where,
+                f"{key} must be a time in ms, not {record[key]!r}",
+            )
 
 
 def _require(condition, where, message):
@@ -179,25 +235,40 @@ def _is_int(value):
 
 def _is_finite(value):
     """A number in JSON may be an integer that no float can hold."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and gate_config.is_finite(value)
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and gate_config.is_finite(value)
+    )
 
 
 class RoundsRecorder:
-    """Collects the rounds of an own run, drafted with the gate off, and writes them as a rounds file."""
+    """Collects the rounds of an own run, drafted with the gate off, and writes them as a rounds
+    file.
+    """
 
     def __init__(self, block_size: int, source: str, note: str = ""):
-        self.content = {"source": source, "note": note, "block_size": int(block_size), "prompts": {}}
+        self.content = {
+            "source": source,
+            "note": note,
+            "block_size": int(block_size),
+            "prompts": {},
+        }
 
     def add(self, prompt: str, records, draft_ms=None, verify_ms=None, plain_ms=None) -> None:
         """Adds the RoundRecords of one prompt; a repeated prompt name is continued.
 
-        Each time is a number (a mean, written into every round), a sequence with one entry per record, or None (not measured: the
-        key is left out). The last rounds, if the end of the cache cut them short, are left out: they do not say what became of the
-        drafts they did not verify. Raises ConfigError for any other round that did not verify the whole block.
+        Each time is a number (a mean, written into every round), a sequence with one entry per
+        record, or None (not measured: the key is left out). The last rounds, if the end of the
+        cache cut them short, are left out: they do not say what became of the drafts they did not
+        verify. Raises ConfigError for any other round that did not verify the whole block.
         """
         records = list(records)
-        columns = {key: _column(key, value, records) for key, value in zip(TIMES, (draft_ms, verify_ms, plain_ms))}
-        whole = records[:_count_before_the_end(records, self.content["block_size"])]
+        columns = {
+            key: _column(key, value, records)
+            for key, value in zip(TIMES, (draft_ms, verify_ms, plain_ms))
+        }
+        whole = records[: _count_before_the_end(records, self.content["block_size"])]
         rounds = [self._round(prompt, i, record, columns) for i, record in enumerate(whole)]
         self.content["prompts"].setdefault(prompt, []).extend(rounds)
 
@@ -205,7 +276,8 @@ class RoundsRecorder:
         block = self.content["block_size"]
         if record.skipped or record.verified != block:
             raise ConfigError(
-                f"round {i} of prompt {prompt!r} verified {record.verified} of {block} drafts: only rounds that verify the whole "
+                f"round {i} of prompt {prompt!r} verified {record.verified} of {block} drafts: "
+                "only rounds that verify the whole "
                 "block can be replayed; record with the gate off"
             )
         times = {key: column[i] for key, column in columns.items() if column is not None}
@@ -213,16 +285,25 @@ class RoundsRecorder:
         return {"accept": int(record.accepted), "k": block} | times | {"conf": conf}
 
     def write(self, path) -> None:
-        """Writes the file, replacing it in one step. Raises ConfigError if nothing was recorded or the path cannot be written."""
-        content = dict(self.content, prompts={name: rounds for name, rounds in self.content["prompts"].items() if rounds})
+        """Writes the file, replacing it in one step. Raises ConfigError if nothing was recorded or
+        the path cannot be written.
+        """
+        content = dict(
+            self.content,
+            prompts={name: rounds for name, rounds in self.content["prompts"].items() if rounds},
+        )
         if not content["prompts"]:
-            raise ConfigError("recorded rounds: no round verified the whole block, so there is nothing to replay; record a longer output, "
-                              "or load with a larger max_seq_len")
+            raise ConfigError(
+                "recorded rounds: no round verified the whole block, so there is nothing to "
+                "replay; record a longer output, or load with a larger max_seq_len"
+            )
         check(content, "recorded rounds")
         path = Path(path)
         unfinished = path.with_name(path.name + ".tmp")
         try:
-            unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            unfinished.write_text(
+                json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+            )
             os.replace(unfinished, path)
         except OSError as error:
             raise ConfigError(f"rounds file {path} cannot be written: {error.strerror}") from error
@@ -231,7 +312,8 @@ class RoundsRecorder:
 def _count_before_the_end(records, block):
     """How many rounds come before those that the end of the cache cut short.
 
-    There each round has room for accepted + 1 drafts fewer than the one before it, which tells them from a gate's choices.
+    There each round has room for accepted + 1 drafts fewer than the one before it, which tells them
+    from a gate's choices.
     """
     count = len(records)
     while count and not records[count - 1].skipped and records[count - 1].verified < block:
@@ -246,7 +328,9 @@ def _column(key, value, records):
     """A time as one float per record, or None."""
     if value is None:
         return None
-    column = [float(value)] * len(records) if np.ndim(value) == 0 else [float(entry) for entry in value]
+    column = (
+        [float(value)] * len(records) if np.ndim(value) == 0 else [float(entry) for entry in value]
+    )
     if len(column) != len(records):
         raise ConfigError(f"{key} has {len(column)} entries for {len(records)} rounds")
     return column

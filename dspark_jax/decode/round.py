@@ -1,14 +1,17 @@
-"""One speculative round, and the loop of rounds on the device: margin check, draft, gate, verify, commit, observe.
+"""One speculative round, and the loop of rounds on the device: margin check, draft, gate, verify,
+commit, observe.
 
 Three modes give the same tokens, bit for bit:
 * plain: no drafts; one row a step.
-* sequential: the drafts are verified one row at a time and the loop ends at the first mismatch, so that no position is ever computed
-  that is not committed.
+* sequential: the drafts are verified one row at a time and the loop ends at the first mismatch, so
+  that no position is ever computed that is not committed.
 * block: all chosen drafts are verified in one call; what does not match is simply not committed.
 
-What the main model says at the rows it verified, up to and including the first that differs from the draft, is exactly what a plain
-decode would have said: these are the emitted tokens. B: streams, K: draft block.
+What the main model says at the rows it verified, up to and including the first that differs from
+the draft, is exactly what a plain decode would have said: these are the emitted tokens. B: streams,
+K: draft block.
 """
+
 from __future__ import annotations
 
 import jax
@@ -16,8 +19,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax.decode import gate
-from dspark_jax.model.cache import Cache, commit
 from dspark_jax.decode.gate import GateConfig, GateState
+from dspark_jax.model.cache import Cache, commit
 from dspark_jax.model.dspark import DSpark, Limits, extend_step
 
 NOT_SKIPPED, GATE_SKIP, MARGIN_SKIP = 0, 1, 2
@@ -29,11 +32,12 @@ class RoundState:
     """What B streams carry from round to round."""
 
     cache: Cache
-    anchor: jax.Array     # [B] int32: the last emitted token; it stands at the cache's position and is not computed yet
-    margin: jax.Array     # [B] float32, logits: top1 - top2 where the anchor was chosen
+    # [B] int32: the last emitted token; it stands at the cache's position and is not computed yet
+    anchor: jax.Array
+    margin: jax.Array  # [B] float32, logits: top1 - top2 where the anchor was chosen
     remaining: jax.Array  # [B] int32: tokens still wanted
-    done: jax.Array       # [B] bool: nothing more is wanted
-    faulty: jax.Array     # [B] int32: position whose logits were not finite, or -1
+    done: jax.Array  # [B] bool: nothing more is wanted
+    faulty: jax.Array  # [B] int32: position whose logits were not finite, or -1
     gate: GateState
 
 
@@ -41,28 +45,34 @@ class RoundState:
 class RoundOutput:
     """What one round did; of a stream that was done before: emitted 0."""
 
-    tokens: jax.Array      # [B, K+1] int32: what the main model says; the first `emitted` count
-    emitted: jax.Array     # [B] int32: accepted + 1; fewer where the logits behind a token that is wanted are not finite
-    proposed: jax.Array    # [B] int32: K, or 0 after a margin skip
-    verified: jax.Array    # [B] int32: drafts chosen to be verified, of those that the cache has room for
-    accepted: jax.Array    # [B] int32: leading drafts that matched
+    tokens: jax.Array  # [B, K+1] int32: what the main model says; the first `emitted` count
+    # [B] int32: accepted + 1; fewer where the logits behind a token that is wanted are not finite
+    emitted: jax.Array
+    proposed: jax.Array  # [B] int32: K, or 0 after a margin skip
+    verified: (
+        jax.Array
+    )  # [B] int32: drafts chosen to be verified, of those that the cache has room for
+    accepted: jax.Array  # [B] int32: leading drafts that matched
     confidence: jax.Array  # [B, K] float32; of no meaning after a margin skip
-    margin: jax.Array      # [B] float32: of the anchor that the round began with
-    skipped: jax.Array     # [B] int32: NOT_SKIPPED, GATE_SKIP or MARGIN_SKIP
+    margin: jax.Array  # [B] float32: of the anchor that the round began with
+    skipped: jax.Array  # [B] int32: NOT_SKIPPED, GATE_SKIP or MARGIN_SKIP
 
 
 @struct.dataclass
 class Verdict:
-    """What verifying found. `logits` are [B, K+1, V]: rows up to `accepted` are those of a plain decode, later ones have no meaning."""
+    """What verifying found. `logits` are [B, K+1, V]: rows up to `accepted` are those of a plain
+    decode, later ones have no meaning.
+    """
 
     cache: Cache
-    tokens: jax.Array    # [B, K+1] int32
+    tokens: jax.Array  # [B, K+1] int32
     accepted: jax.Array  # [B] int32
     logits: jax.Array
 
 
 def choose_token(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """logits [..., V] -> the best id (the lowest among equals) int32, top1 - top2 float32, and whether the best is a finite number.
+    """logits [..., V] -> the best id (the lowest among equals) int32, top1 - top2 float32, and
+    whether the best is a finite number.
 
     A NaN anywhere makes the best NaN, so nothing slips through as an index.
     """
@@ -82,8 +92,12 @@ def plain_step(module: DSpark, limits: Limits, state: RoundState) -> Verdict:
     return Verdict(cache, choose_token(logits)[0], jnp.zeros_like(state.anchor), logits)
 
 
-def verify_block(module: DSpark, limits: Limits, state: RoundState, drafts: jax.Array, n: jax.Array) -> Verdict:
-    """Computes the anchor and the first n [B] of drafts [B, K] in one call, and commits the anchor and the accepted ones."""
+def verify_block(
+    module: DSpark, limits: Limits, state: RoundState, drafts: jax.Array, n: jax.Array
+) -> Verdict:
+    """Computes the anchor and the first n [B] of drafts [B, K] in one call, and commits the anchor
+    and the accepted ones.
+    """
     active = ~state.done
     tokens = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
     y, _, cache = extend_step(module, state.cache, tokens, jnp.where(active, n + 1, 0), "decode")
@@ -94,8 +108,12 @@ def verify_block(module: DSpark, limits: Limits, state: RoundState, drafts: jax.
     return Verdict(commit(cache, jnp.where(active, accepted + 1, 0)), said, accepted, logits)
 
 
-def verify_sequentially(module: DSpark, limits: Limits, state: RoundState, drafts: jax.Array, n: jax.Array) -> Verdict:
-    """Like `verify_block`, row by row: a stream stops at its first mismatch, the loop when all have stopped."""
+def verify_sequentially(
+    module: DSpark, limits: Limits, state: RoundState, drafts: jax.Array, n: jax.Array
+) -> Verdict:
+    """Like `verify_block`, row by row: a stream stops at its first mismatch, the loop when all have
+    stopped.
+    """
     batch, block = drafts.shape
 
     def body(carry):
@@ -114,8 +132,12 @@ def verify_sequentially(module: DSpark, limits: Limits, state: RoundState, draft
         )
         return i + 1, match, draft, verdict
 
-    start = Verdict(state.cache, jnp.zeros((batch, block + 1), jnp.int32), jnp.zeros((batch,), jnp.int32),
-                    jnp.zeros((batch, block + 1, module.main.config.vocab_size), jnp.float32))
+    start = Verdict(
+        state.cache,
+        jnp.zeros((batch, block + 1), jnp.int32),
+        jnp.zeros((batch,), jnp.int32),
+        jnp.zeros((batch, block + 1, module.main.config.vocab_size), jnp.float32),
+    )
     carry = jnp.int32(0), ~state.done, state.anchor, start
     return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), body, carry)[3]
 
@@ -123,7 +145,8 @@ def verify_sequentially(module: DSpark, limits: Limits, state: RoundState, draft
 def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify, state: RoundState):
     """One round of `verify`: (state, RoundOutput, Verdict).
 
-    Near the end of the cache only drafts that it has room for are verified; the gate's counters tell what the gate chose.
+    Near the end of the cache only drafts that it has room for are verified; the gate's counters
+    tell what the gate chose.
     """
     active = ~state.done
     by_margin = active & gate.margin_skip(config, state.margin)
@@ -143,13 +166,19 @@ def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify,
         accepted=verdict.accepted,
         confidence=confidence,
         margin=state.margin,
-        skipped=jnp.where(by_margin, MARGIN_SKIP, jnp.where(active & (chosen == 0), GATE_SKIP, NOT_SKIPPED)),
+        skipped=jnp.where(
+            by_margin, MARGIN_SKIP, jnp.where(active & (chosen == 0), GATE_SKIP, NOT_SKIPPED)
+        ),
     )
     return state.replace(gate=learned), output, verdict
 
 
-def _draft_unless(module: DSpark, state: RoundState, skip: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Drafts [B, K] and confidence [B, K]; zeros where `skip`. A loop of no or one trip, since a cond would copy the caches it reads."""
+def _draft_unless(
+    module: DSpark, state: RoundState, skip: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Drafts [B, K] and confidence [B, K]; zeros where `skip`. A loop of no or one trip, since a
+    cond would copy the caches it reads.
+    """
     block = module.main.config.dspark_block_size
     batch = state.anchor.shape[0]
 
@@ -161,8 +190,16 @@ def _draft_unless(module: DSpark, state: RoundState, skip: jax.Array) -> tuple[j
     return jax.lax.while_loop(lambda carry: ~carry[0], body, empty)[1:]
 
 
-def step(module: DSpark, limits: Limits, mode: str, config: GateConfig, state: RoundState, stop_ids: jax.Array):
-    """One round of every stream that is not done, in a mode of MODES; stop_ids [S] int32, padded with -1.
+def step(
+    module: DSpark,
+    limits: Limits,
+    mode: str,
+    config: GateConfig,
+    state: RoundState,
+    stop_ids: jax.Array,
+):
+    """One round of every stream that is not done, in a mode of MODES; stop_ids [S] int32, padded
+    with -1.
 
     Returns the state, the RoundOutput and the verified logits [B, K+1, V] (plain: [B, 1, V]).
     """
@@ -184,7 +221,16 @@ def step(module: DSpark, limits: Limits, mode: str, config: GateConfig, state: R
 def _plain_output(module: DSpark, state: RoundState, verdict: Verdict) -> RoundOutput:
     none = jnp.zeros_like(state.anchor)
     confidence = jnp.zeros((none.shape[0], module.main.config.dspark_block_size), jnp.float32)
-    return RoundOutput(verdict.tokens, (~state.done).astype(jnp.int32), none, none, none, confidence, state.margin, none)
+    return RoundOutput(
+        verdict.tokens,
+        (~state.done).astype(jnp.int32),
+        none,
+        none,
+        none,
+        confidence,
+        state.margin,
+        none,
+    )
 
 
 def _stops(output: RoundOutput, stop_ids: jax.Array) -> jax.Array:
@@ -194,32 +240,50 @@ def _stops(output: RoundOutput, stop_ids: jax.Array) -> jax.Array:
 
 
 def _wanted(state: RoundState, output: RoundOutput, stop_ids: jax.Array) -> jax.Array:
-    """bool [B, K+1]: tokens that a plain decode would emit too: not more than wanted, none behind a stop token."""
+    """bool [B, K+1]: tokens that a plain decode would emit too: not more than wanted, none behind a
+    stop token.
+    """
     stops = _stops(output, stop_ids)
     many = jnp.minimum(output.emitted, state.remaining)[:, None]
     return (jnp.arange(stops.shape[1]) < many) & (jnp.cumsum(stops, axis=1) - stops == 0)
 
 
-def _advance(state: RoundState, output: RoundOutput, verdict: Verdict, stop_ids: jax.Array) -> RoundState:
-    """The last emitted token becomes the anchor; a stop token, the wanted length or a fault ends a stream."""
+def _advance(
+    state: RoundState, output: RoundOutput, verdict: Verdict, stop_ids: jax.Array
+) -> RoundState:
+    """The last emitted token becomes the anchor; a stop token, the wanted length or a fault ends a
+    stream.
+    """
     last = jnp.maximum(output.emitted - 1, 0)[:, None]
     _, margin, _ = choose_token(jnp.take_along_axis(verdict.logits, last[..., None], axis=1)[:, 0])
     stopped = jnp.any(_stops(output, stop_ids), axis=1)
     remaining = state.remaining - output.emitted
     return state.replace(
         cache=verdict.cache,
-        anchor=jnp.where(state.done, state.anchor, jnp.take_along_axis(output.tokens, last, axis=1)[:, 0]),
+        anchor=jnp.where(
+            state.done, state.anchor, jnp.take_along_axis(output.tokens, last, axis=1)[:, 0]
+        ),
         margin=jnp.where(state.done, state.margin, margin),
         remaining=remaining,
         done=state.done | stopped | (remaining <= 0) | (state.faulty >= 0),
     )
 
 
-def run(module: DSpark, limits: Limits, mode: str, config: GateConfig, state: RoundState, stop_ids: jax.Array, most: jax.Array):
+def run(
+    module: DSpark,
+    limits: Limits,
+    mode: str,
+    config: GateConfig,
+    state: RoundState,
+    stop_ids: jax.Array,
+    most: jax.Array,
+):
     """Up to `most` (at most ROUNDS_PER_CALL) rounds on the device, until all streams are done.
 
-    Returns the state, the RoundOutputs stacked [ROUNDS_PER_CALL, ...], and how many of them were filled.
+    Returns the state, the RoundOutputs stacked [ROUNDS_PER_CALL, ...], and how many of them were
+      filled.
     """
+
     def one(state):
         return step(module, limits, mode, config, state, stop_ids)[:2]
 
@@ -240,7 +304,9 @@ def run(module: DSpark, limits: Limits, mode: str, config: GateConfig, state: Ro
 
 
 def begin(module: DSpark, cache: Cache, tokens: jax.Array, valid: jax.Array):
-    """One prefill chunk, tokens [B, T] of which valid [B] count: the cache, committed, and `choose_token` of the last valid row."""
+    """One prefill chunk, tokens [B, T] of which valid [B] count: the cache, committed, and
+    `choose_token` of the last valid row.
+    """
     y, _, cache = extend_step(module, cache, tokens, valid, "prefill")
     last = jnp.take_along_axis(y, (valid - 1)[:, None, None], axis=1)
     return commit(cache, valid), choose_token(module.main.logits(last)[:, 0])

@@ -1,4 +1,5 @@
 """What a run amounted to: counts, rates and seconds of one prompt and of all."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,7 +10,9 @@ from dspark_jax.decode.engine import RoundRecord
 
 @dataclasses.dataclass
 class PromptRun:
-    """One prompt's run so far. seconds: prefill and rounds, without compilation, until its last token."""
+    """One prompt's run so far. seconds: prefill and rounds, without compilation, until its last
+    token.
+    """
 
     prompt_tokens: int
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -30,20 +33,28 @@ class PromptRun:
 
 
 def collect(runs: list[PromptRun], block: int, compile_seconds: float, together: int = 1) -> dict:
-    """Totals over prompts, and `per_prompt` the same of each. together: how many of them, in their order, ran at a time.
+    """Totals over prompts, and `per_prompt` the same of each. together: how many of them, in their
+    order, ran at a time.
 
-    tokens, rounds, proposed, verified, accepted: counts. accept_rate: accepted / verified, None without verified drafts.
-    tokens_per_round: mean of accepted + 1, None without rounds. seconds, tokens_per_second: without compilation. compile_seconds.
-    accepted_by_position: [K] rounds in which the draft at this position was accepted.
-    Seconds of prompts that ran together are each counted from their common start to the prompt's own last token, so `per_prompt`
-    shows the speed that each stream had; the total counts such a group once, by the stream that took longest.
+    tokens, rounds, proposed, verified, accepted: counts. accept_rate: accepted / verified, None
+      without verified drafts.
+    tokens_per_round: mean of accepted + 1, None without rounds. seconds, tokens_per_second: without
+      compilation. compile_seconds.
+    accepted_by_position: [K] rounds in which the draft at this position was accepted. Seconds of
+    prompts that ran together are each counted from their common start to the prompt's own last
+    token, so `per_prompt` shows the speed that each stream had; the total counts such a group once,
+    by the stream that took longest.
     gate: counters and bucket rates (gate.stats), None without speculative rounds.
     """
-    groups = [runs[i:i + together] for i in range(0, len(runs), together)]
+    groups = [runs[i : i + together] for i in range(0, len(runs), together)]
     total = _counts(runs, block, sum(max(run.seconds for run in group) for group in groups))
     total["compile_seconds"] = compile_seconds
-    total["gate"] = _gate([run.gate_state for run in runs if run.records and run.gate_state is not None])
-    total["per_prompt"] = [_counts([run], block, run.seconds) | {"prompt_tokens": run.prompt_tokens} for run in runs]
+    total["gate"] = _gate(
+        [run.gate_state for run in runs if run.records and run.gate_state is not None]
+    )
+    total["per_prompt"] = [
+        _counts([run], block, run.seconds) | {"prompt_tokens": run.prompt_tokens} for run in runs
+    ]
     return total
 
 
@@ -70,4 +81,7 @@ def _gate(states: list[gates.GateState]) -> dict | None:
         return None
     import jax
     import numpy as np
-    return gates.stats(jax.tree.map(lambda *leaves: np.concatenate(leaves), *jax.device_get(states)))
+
+    return gates.stats(
+        jax.tree.map(lambda *leaves: np.concatenate(leaves), *jax.device_get(states))
+    )

@@ -1,4 +1,7 @@
-"""The parts of a step, one call each: new_cache, extend, commit, prefill, draft. None of them changes its arguments."""
+"""The parts of a step, one call each: new_cache, extend, commit, prefill, draft. None of them
+changes its arguments.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -10,33 +13,47 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from dspark_jax.decode.request import check_ids
+from dspark_jax.errors import ConfigError, PromptError
+from dspark_jax.loading.load import Model
 from dspark_jax.model import cache as caches
 from dspark_jax.model.cache import Cache
 from dspark_jax.model.drafter import Draft
-from dspark_jax.errors import ConfigError, PromptError
-from dspark_jax.decode.request import check_ids
-from dspark_jax.loading.load import Model
 from dspark_jax.model.dspark import extend_step
 from dspark_jax.runtime.backend import jit
-from dspark_jax.runtime.sharding import cache_shardings, cache_specs, on_mesh, parameter_specs, stream_spec
+from dspark_jax.runtime.sharding import (
+    cache_shardings,
+    cache_specs,
+    on_mesh,
+    parameter_specs,
+    stream_spec,
+)
 
 
 def new_cache(model: Model, batch: int = 1) -> Cache:
     """An empty cache for `batch` streams."""
     limits = model.limits
-    shapes = jax.eval_shape(lambda: caches.new_cache(model.config, batch, limits.max_seq_len, limits.rows,
-                                                     jnp.dtype(model.numerics.dtype)))
-    return jax.tree.map(lambda leaf, where: jnp.zeros(leaf.shape, leaf.dtype, device=where), shapes,
-                        cache_shardings(model.mesh, shapes))
+    shapes = jax.eval_shape(
+        lambda: caches.new_cache(
+            model.config, batch, limits.max_seq_len, limits.rows, jnp.dtype(model.numerics.dtype)
+        )
+    )
+    return jax.tree.map(
+        lambda leaf, where: jnp.zeros(leaf.shape, leaf.dtype, device=where),
+        shapes,
+        cache_shardings(model.mesh, shapes),
+    )
 
 
 def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Array, Cache]:
-    """Computes the first valid [B] of tokens [B, T] at positions `cache.position` on, and writes their slots; the position stays.
+    """Computes the first valid [B] of tokens [B, T] at positions `cache.position` on, and writes
+    their slots; the position stays.
 
-    Returns logits [B, T, V] float32, captured hidden [B, T, N*D], and the written cache. Row i sees positions up to its own only.
-    Outputs of rows from `valid` on are undefined.
+    Returns logits [B, T, V] float32, captured hidden [B, T, N*D], and the written cache. Row i sees
+    positions up to its own only. Outputs of rows from `valid` on are undefined.
 
-    Raises PromptError for ids outside the vocabulary, more rows than the cache was made for, or rows beyond its end.
+    Raises PromptError for ids outside the vocabulary, more rows than the cache was made for, or
+      rows beyond its end.
     """
     tokens, valid = _array("extend: tokens", tokens), _array("extend: valid", valid)
     check_rows(model, cache, tokens, valid)
@@ -44,13 +61,15 @@ def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Ar
     width = max(tokens.shape[1], model.limits.decode_rows)
     padded = np.pad(tokens, [(0, 0), (0, width - tokens.shape[1])])
     logits, hidden, cache = _program(model, "extend")(model.split[1], cache, padded, valid)
-    return logits[:, :tokens.shape[1]], hidden[:, :tokens.shape[1]], cache
+    return logits[:, : tokens.shape[1]], hidden[:, : tokens.shape[1]], cache
 
 
 def commit(cache: Cache, n) -> Cache:
-    """Adds n [B] to the position and does nothing else; 0 <= n <= the valid rows of the last extend.
+    """Adds n [B] to the position and does nothing else; 0 <= n <= the valid rows of the last
+    extend.
 
-    Raises PromptError for another shape, for what is no integer, and for a negative number that the host knows.
+    Raises PromptError for another shape, for what is no integer, and for a negative number that the
+      host knows.
     """
     if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(n)):
         n = jnp.asarray(n)
@@ -58,28 +77,41 @@ def commit(cache: Cache, n) -> Cache:
         n = _array("commit: n", n)
     batch = cache.position.shape[0]
     if n.shape != (batch,):
-        raise PromptError(f"commit: n {n.shape} does not fit a cache of {batch} streams; it must be [{batch}]")
+        raise PromptError(
+            f"commit: n {n.shape} does not fit a cache of {batch} streams; it must be [{batch}]"
+        )
     if not jnp.issubdtype(n.dtype, jnp.integer):
         raise PromptError(f"commit: n must be integers, got {n.dtype}")
     if isinstance(n, np.ndarray) and (n < 0).any():
-        raise PromptError(f"commit: n {n.tolist()} must be 0 or more; a committed row cannot be taken back")
+        raise PromptError(
+            f"commit: n {n.tolist()} must be 0 or more; a committed row cannot be taken back"
+        )
     return caches.commit(cache, jnp.asarray(n, jnp.int32))
 
 
 def prefill(model: Model, tokens: list[int]) -> tuple[jax.Array, jax.Array, Cache]:
-    """One stream of any length from an empty cache: logits [1, S, V], hidden [1, S, N*D], and the cache committed at S."""
+    """One stream of any length from an empty cache: logits [1, S, V], hidden [1, S, N*D], and the
+    cache committed at S.
+    """
     tokens = _array("prefill: tokens", tokens)
     if tokens.ndim != 1:
-        raise PromptError(f"prefill: tokens {tokens.shape} must be one list of token ids, of one stream")
+        raise PromptError(
+            f"prefill: tokens {tokens.shape} must be one list of token ids, of one stream"
+        )
     check_ids(model, tokens)
     if len(tokens) > model.limits.max_seq_len:
-        raise PromptError(f"{len(tokens)} tokens do not fit into max_seq_len {model.limits.max_seq_len}; load with a larger one")
+        raise PromptError(
+            f"{len(tokens)} tokens do not fit into max_seq_len {model.limits.max_seq_len}; load "
+            "with a larger one"
+        )
     cache, chunk, outputs = new_cache(model), model.limits.prefill_chunk, []
     for at in range(0, len(tokens), chunk):
-        part = tokens[None, at:at + chunk].astype(np.int32)
+        part = tokens[None, at : at + chunk].astype(np.int32)
         count = part.shape[1]
         padded = np.pad(part, [(0, 0), (0, chunk - count)])
-        logits, hidden, cache = _program(model, "prefill")(model.split[1], cache, padded, np.array([count], np.int32))
+        logits, hidden, cache = _program(model, "prefill")(
+            model.split[1], cache, padded, np.array([count], np.int32)
+        )
         outputs.append((logits[:, :count], hidden[:, :count]))
         cache = commit(cache, [count])
     logits, hidden = (jnp.concatenate(parts, axis=1) for parts in zip(*outputs))
@@ -87,11 +119,14 @@ def prefill(model: Model, tokens: list[int]) -> tuple[jax.Array, jax.Array, Cach
 
 
 def draft(model: Model, cache: Cache, token, hidden=None, count: int | None = None) -> Draft:
-    """Drafts from the anchor `token` [B], which stands at `cache.position` and is not computed yet; the seed is the position before.
+    """Drafts from the anchor `token` [B], which stands at `cache.position` and is not computed yet;
+    the seed is the position before.
 
-    hidden [B, N*D]: replaces the seed's captured hidden for this draft. count: only the leading drafts, at most the block size.
+    hidden [B, N*D]: replaces the seed's captured hidden for this draft. count: only the leading
+    drafts, at most the block size.
     Returns a Draft: tokens [B, K], logits [B, K, V], confidence [B, K].
-    Raises PromptError for a token or a hidden of another shape than the cache's streams need, and for ids outside the vocabulary.
+    Raises PromptError for a token or a hidden of another shape than the cache's streams need, and
+      for ids outside the vocabulary.
     """
     most = model.config.dspark_block_size
     try:
@@ -99,15 +134,22 @@ def draft(model: Model, cache: Cache, token, hidden=None, count: int | None = No
     except TypeError:
         raise ConfigError(f"count: {count!r} is not an integer; use 1 to {most}") from None
     if not 1 <= count <= most:
-        raise ConfigError(f"count: {count} drafts asked for, dspark_block_size is {most}; use 1 to {most}")
+        raise ConfigError(
+            f"count: {count} drafts asked for, dspark_block_size is {most}; use 1 to {most}"
+        )
     token, batch = _array("draft: token", token), cache.position.shape[0]
     if token.shape != (batch,):
-        raise PromptError(f"draft: token {token.shape} does not fit a cache of {batch} streams; it must be [{batch}]")
+        raise PromptError(
+            f"draft: token {token.shape} does not fit a cache of {batch} streams; it must be "
+            f"[{batch}]"
+        )
     check_ids(model, token)
     token = token.astype(np.int32)
     hidden = None if hidden is None else _checked_hidden(model, batch, hidden)
     if np.min(cache.position) < 1:
-        raise PromptError("draft: position 0 has no committed token before it; prefill at least one token first")
+        raise PromptError(
+            "draft: position 0 has no committed token before it; prefill at least one token first"
+        )
     result = _program(model, "draft")(model.split[1], cache, token, hidden)
     return jax.tree.map(lambda a: a[:, :count], result)
 
@@ -116,8 +158,11 @@ def _checked_hidden(model: Model, batch: int, hidden):
     hidden = hidden if isinstance(hidden, jax.Array) else _array("draft: hidden", hidden)
     shape = batch, model.config.n_hidden_taps * model.config.hidden_size
     if hidden.shape != shape or not jnp.issubdtype(hidden.dtype, jnp.floating):
-        raise PromptError(f"draft: hidden {hidden.shape} of {hidden.dtype} must be {list(shape)} of floats: the captured hidden of one row "
-                          "of each stream")
+        raise PromptError(
+            f"draft: hidden {hidden.shape} of {hidden.dtype} must be {list(shape)} of floats: "
+            "the captured hidden of one row "
+            "of each stream"
+        )
     return hidden
 
 
@@ -126,24 +171,37 @@ def _array(what: str, value) -> np.ndarray:
     try:
         return np.asarray(value)
     except ValueError:
-        raise PromptError(f"{what}: the rows differ in length; give one array, and pad its rows") from None
+        raise PromptError(
+            f"{what}: the rows differ in length; give one array, and pad its rows"
+        ) from None
 
 
 def check_rows(model: Model, cache: Cache, tokens: np.ndarray, valid: np.ndarray) -> None:
     batch = cache.position.shape[0]
     if tokens.ndim != 2 or tokens.shape[0] != batch or valid.shape != (batch,):
-        raise PromptError(f"extend: tokens {tokens.shape} and valid {valid.shape} do not fit a cache of {batch} streams; "
-                          f"they must be [{batch}, T] and [{batch}]")
+        raise PromptError(
+            f"extend: tokens {tokens.shape} and valid {valid.shape} do not fit a cache of "
+            f"{batch} streams; they must be [{batch}, T] and [{batch}]"
+        )
     if tokens.shape[1] > model.limits.rows:
-        raise PromptError(f"extend: {tokens.shape[1]} rows in one call, the cache was made for at most {model.limits.rows}")
+        raise PromptError(
+            f"extend: {tokens.shape[1]} rows in one call, the cache was made for at most "
+            f"{model.limits.rows}"
+        )
     if not np.issubdtype(valid.dtype, np.integer):
         raise PromptError(f"extend: valid must be integers, got {valid.dtype}")
     if (valid < 0).any() or (valid > tokens.shape[1]).any():
-        raise PromptError(f"extend: valid {valid.tolist()} must lie between 0 and the {tokens.shape[1]} rows given")
+        raise PromptError(
+            f"extend: valid {valid.tolist()} must lie between 0 and the {tokens.shape[1]} rows "
+            "given"
+        )
     check_ids(model, tokens)
     ends = np.asarray(cache.position) + valid.astype(np.int64)
     if (ends > model.limits.max_seq_len).any():
-        raise PromptError(f"extend: rows up to position {int(ends.max()) - 1} do not fit into max_seq_len {model.limits.max_seq_len}")
+        raise PromptError(
+            f"extend: rows up to position {int(ends.max()) - 1} do not fit into max_seq_len "
+            f"{model.limits.max_seq_len}"
+        )
 
 
 def _extend(regime, module, cache, tokens, valid):
@@ -159,16 +217,26 @@ def _program(model: Model, name: str):
     return _compiled(model.split[0], model.mesh, name)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled(graphdef: nnx.GraphDef, mesh: Mesh, name: str):
-    """One jitted function per structure of model and mesh, so that models of one config share their compiled programs."""
-    function = {"extend": functools.partial(_extend, "decode"), "prefill": functools.partial(_extend, "prefill"), "draft": _draft}[name]
+    """One jitted function per structure of model and mesh, so that models of one config share their
+    compiled programs.
+    """
+    function = {
+        "extend": functools.partial(_extend, "decode"),
+        "prefill": functools.partial(_extend, "prefill"),
+        "draft": _draft,
+    }[name]
 
     def program(state, cache, *arguments):
         rows, cached = stream_spec(mesh, cache.position.shape[0]), cache_specs(mesh, cache)
         out = rows if name == "draft" else (rows, rows, cached)
-        device = on_mesh(mesh, lambda state, *rest: function(nnx.merge(graphdef, state), *rest),
-                         (parameter_specs(state), cached, *[rows] * len(arguments)), out)
+        device = on_mesh(
+            mesh,
+            lambda state, *rest: function(nnx.merge(graphdef, state), *rest),
+            (parameter_specs(state), cached, *[rows] * len(arguments)),
+            out,
+        )
         return device(state, cache, *arguments)
 
     return jit(program)

@@ -1,4 +1,5 @@
 """Token ids to text, whole or as they come."""
+
 from __future__ import annotations
 
 from dspark_jax.loading.load import Model
@@ -12,10 +13,12 @@ def decode(model: Model, tokens: list[int]) -> str:
 
 
 class IncrementalText:
-    """Text of tokens that come in pieces. A character whose bytes are not all there yet is held back until they are, or until the end.
+    """Text of tokens that come in pieces. A character whose bytes are not all there yet is held
+    back until they are, or until the end.
 
-    Only the tokens since the last whole character are decoded again, so that a long stream costs no more per token than a short one;
-    one settled token is kept in front of them, as some tokenizers treat the start of a text differently.
+    Only the tokens since the last whole character are decoded again, so that a long stream costs no
+    more per token than a short one; one settled token is kept in front of them, as some tokenizers
+    treat the start of a text differently.
     """
 
     def __init__(self, model: Model):
@@ -31,7 +34,7 @@ class IncrementalText:
         text = self._tokenizer.decode(self._open)
         if text.endswith(_INCOMPLETE) and not last:
             return ""
-        new = text[len(self._shown):]
+        new = text[len(self._shown) :]
         self._open = self._open[-1:]
         self._shown = self._tokenizer.decode(self._open)
         return new

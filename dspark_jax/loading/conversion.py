@@ -1,4 +1,7 @@
-"""An official checkpoint to the sharded Orbax layout of checkpoints/orbax_io.py, which any mesh can load."""
+"""An official checkpoint to the sharded Orbax layout of checkpoints/orbax_io.py, which any mesh can
+load.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,16 +18,23 @@ from dspark_jax.runtime.processes import losses_explained
 from dspark_jax.runtime.sharding import RULES, check_mesh, check_processes, single_device
 
 
-def convert_checkpoint(source: str | Path, target: str | Path, mesh: Mesh | None = None,
-                       progress: convert.Progress | None = None, unit_bytes: int = UNIT_BYTES) -> None:
-    """Converts the official checkpoint at `source` to the directory `target`, or goes on with it where it was stopped.
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    mesh: Mesh | None = None,
+    progress: convert.Progress | None = None,
+    unit_bytes: int = UNIT_BYTES,
+) -> None:
+    """Converts the official checkpoint at `source` to the directory `target`, or goes on with it
+    where it was stopped.
 
-    mesh: the devices whose processes share the work, each reading and writing what its devices hold; any mesh can load the
-      result. None: this process's first device. Several processes (`processes.initialize`) all call this, with all devices.
+    mesh: the devices whose processes share the work, each reading and writing what its devices
+      hold; any mesh can load the result. None: this process's first device. Several processes
+      (`processes.initialize`) all call this, with all devices.
     progress: called with (bytes done, bytes in all).
     unit_bytes: about what is in memory at a time; fixed when a conversion begins.
-    Raises CheckpointError and ConfigError as `load` does, before anything is written where that is possible; DsparkError if
-      another process is lost. What is done by then stays done.
+    Raises CheckpointError and ConfigError as `load` does, before anything is written where that is
+      possible; DsparkError if another process is lost. What is done by then stays done.
     """
     with losses_explained(), OfficialCheckpoint.open(source) as checkpoint:
         config = ModelConfig.from_dict(checkpoint.config_dict)
@@ -38,4 +48,6 @@ def convert_checkpoint(source: str | Path, target: str | Path, mesh: Mesh | None
         def read(leaf, bounds, out):
             read_official(checkpoint, out, *recorder.declared[leaf.name], bounds)
 
-        convert.convert(checkpoint, target, recorder.leaves.values(), read, mesh, RULES, progress, unit_bytes)
+        convert.convert(
+            checkpoint, target, recorder.leaves.values(), read, mesh, RULES, progress, unit_bytes
+        )

@@ -1,17 +1,22 @@
-"""How the routed experts are held: dequantised or packed FP4. Chosen when a model is loaded, said by `dspark inspect`.
+"""How the routed experts are held: dequantised or packed FP4. Chosen when a model is loaded, said
+by `dspark inspect`.
 
-Accelerators hold them packed; their kernels unpack. On CPU dequantised experts save the time of unpacking (benchmarks/moe_fp4.py)
-and take 7.5 times the memory in float32 (FP4 values are exact in it), so they are held so when the whole model then fits:
+Accelerators hold them packed; their kernels unpack. On CPU dequantised experts save the time of
+unpacking (benchmarks/moe_fp4.py) and take 7.5 times the memory in float32 (FP4 values are exact in
+it), so they are held so when the whole model then fits:
 
     needed     every array of the model on this process's devices, one stream's cache on each, and the largest array once more,
                which is in memory twice while it is placed
     available  host_memory.available_memory()
-    needed <= SHARE * available: dequantised, else packed; processes on one machine add up, and one answer holds for all processes
+    needed <= SHARE * available: dequantised, else packed; processes on one machine add up, and one
+    answer holds for all processes
 
-The environment variable DSPARK_EXPERT_STORAGE, "dequantised" or "packed", decides instead. It is worth setting where bits must
-not depend on how much memory was left: experts wider than pallas_kernels.xla.WIDEST_GEMM add their products in another order when
-packed. Several processes must all have the same setting.
+The environment variable DSPARK_EXPERT_STORAGE, "dequantised" or "packed", decides instead. It is
+worth setting where bits must not depend on how much memory was left: experts wider than
+pallas_kernels.xla.WIDEST_GEMM add their products in another order when packed. Several processes
+must all have the same setting.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,11 +33,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dspark_jax.loading import host_memory
-from dspark_jax.runtime import sharding
 from dspark_jax.errors import ConfigError
+from dspark_jax.loading import host_memory
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.parameters import ShapeSource, Source
+from dspark_jax.runtime import sharding
 from dspark_jax.runtime.backend import on_cpu, target
 
 DEQUANTISED, PACKED = "dequantised", "packed"
@@ -45,8 +50,9 @@ MIB = 1 << 20
 class ExpertStorage:
     """A choice and its reason.
 
-    kind: "dequantised" or "packed". why: the reason, for people. dequantised_bytes, packed_bytes: what this process needs either
-    way. available_bytes: what it could have. limit_bytes: what it would take of that at most.
+    kind: "dequantised" or "packed". why: the reason, for people. dequantised_bytes, packed_bytes:
+    what this process needs either way. available_bytes: what it could have. limit_bytes: what it
+    would take of that at most.
     """
 
     kind: str
@@ -67,18 +73,31 @@ class ExpertStorage:
 def choose(build: Callable[[Source], nnx.Module], numerics: Numerics, cache: Any) -> ExpertStorage:
     """How to hold the experts of the model build(source). cache: shapes of one stream's cache.
 
-    Raises ConfigError when the environment variable holds something else. On a mesh of several processes all must call it.
+    Raises ConfigError when the environment variable holds something else. On a mesh of several
+      processes all must call it.
     """
-    beside = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) * _devices(numerics.mesh)
-    dequantised, packed = (needed_bytes(build, numerics, kind == PACKED) + beside for kind in (DEQUANTISED, PACKED))
+    beside = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)
+    ) * _devices(numerics.mesh)
+    dequantised, packed = (
+        needed_bytes(build, numerics, kind == PACKED) + beside for kind in (DEQUANTISED, PACKED)
+    )
     available = host_memory.available_memory()
-    answer = functools.partial(ExpertStorage, dequantised_bytes=dequantised, packed_bytes=packed, available_bytes=available,
-                               limit_bytes=int(SHARE * available))
+    answer = functools.partial(
+        ExpertStorage,
+        dequantised_bytes=dequantised,
+        packed_bytes=packed,
+        available_bytes=available,
+        limit_bytes=int(SHARE * available),
+    )
     if not on_cpu():
         return answer(PACKED, f"the kernels for {target()} unpack them")
     if setting := os.environ.get(VARIABLE, ""):
         if setting not in (DEQUANTISED, PACKED):
-            raise ConfigError(f"{VARIABLE}: {setting!r}; use {DEQUANTISED!r} or {PACKED!r}, or unset it to choose by memory")
+            raise ConfigError(
+                f"{VARIABLE}: {setting!r}; use {DEQUANTISED!r} or {PACKED!r}, or unset it to "
+                "choose by memory"
+            )
         return answer(setting, f"{VARIABLE} says so")
     if fits(memory_of_processes(numerics.mesh, dequantised, available)):
         return answer(DEQUANTISED, "the model then fits in memory")
@@ -99,8 +118,8 @@ def _devices(mesh: Mesh) -> int:
 
 
 def memory_of_processes(mesh: Mesh, needed: int, available: int) -> list[tuple[int, int, int]]:
-    """(machine, needed, available) of every process of the mesh; the machine is a number made of its name. Bytes, or whole MiB
-    where several processes tell each other.
+    """(machine, needed, available) of every process of the mesh; the machine is a number made of
+    its name. Bytes, or whole MiB where several processes tell each other.
     """
     machine = zlib.crc32(socket.gethostname().encode()) >> 1
     if not mesh.is_multi_process:
@@ -108,13 +127,20 @@ def memory_of_processes(mesh: Mesh, needed: int, available: int) -> list[tuple[i
     mine = np.array([[jax.process_index(), machine, -(-needed // MIB), available // MIB]], np.int32)
     rows = NamedSharding(mesh, PartitionSpec((sharding.DATA, sharding.MODEL)))
     said = jax.make_array_from_callback((mesh.size, mine.size), rows, lambda index: mine)
-    return [tuple(map(int, row[1:])) for row in np.unique(np.asarray(sharding.replicate(mesh, said)), axis=0)]
+    return [
+        tuple(map(int, row[1:]))
+        for row in np.unique(np.asarray(sharding.replicate(mesh, said)), axis=0)
+    ]
 
 
 def fits(processes: list[tuple[int, int, int]]) -> bool:
-    """Whether on every machine all its processes fit. Each has measured what is available to all of them together."""
+    """Whether on every machine all its processes fit. Each has measured what is available to all of
+    them together.
+    """
     for machine in {process[0] for process in processes}:
         there = [process for process in processes if process[0] == machine]
-        if sum(needed for _, needed, _ in there) > SHARE * min(available for _, _, available in there):
+        if sum(needed for _, needed, _ in there) > SHARE * min(
+            available for _, _, available in there
+        ):
             return False
     return True

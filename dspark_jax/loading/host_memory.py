@@ -1,4 +1,5 @@
 """How much memory this process can still have."""
+
 from __future__ import annotations
 
 import os
@@ -9,10 +10,12 @@ UNKNOWN = 2 << 30  # bytes; what a machine that says nothing is taken to have
 
 
 def available_memory(root: str | Path = "/") -> int:
-    """Bytes that can be had without swapping: the least of what the machine has left and what its control groups allow.
+    """Bytes that can be had without swapping: the least of what the machine has left and what its
+    control groups allow.
 
-    Linux says so in proc/meminfo (MemAvailable) and sys/fs/cgroup (limit less usage, not counting file pages that can be dropped;
-    of this process's group and all around it, version 1 or 2). Elsewhere it is half of the physical memory, or UNKNOWN.
+    Linux says so in proc/meminfo (MemAvailable) and sys/fs/cgroup (limit less usage, not counting
+    file pages that can be dropped; of this process's group and all around it, version 1 or 2).
+    Elsewhere it is half of the physical memory, or UNKNOWN.
 
     root: where these files are looked for; for tests.
     """
@@ -33,7 +36,10 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         if not controllers:
             base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base, names = (
+                root / "sys/fs/cgroup/memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
         else:
             continue
         inner = base / group.lstrip("/")
@@ -46,7 +52,9 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 def _left_in_group(directory: Path, limit: str, usage: str, droppable: str) -> Iterator[int]:
     most, used = _text(directory / limit).strip(), _text(directory / usage).strip()
-    if most.isdecimal() and used.isdecimal():  # without a limit version 2 says "max", version 1 a number beyond any memory
+    if (
+        most.isdecimal() and used.isdecimal()
+    ):  # without a limit version 2 says "max", version 1 a number beyond any memory
         yield int(most) - int(used) + _fields(directory / "memory.stat").get(droppable, 0)
 
 

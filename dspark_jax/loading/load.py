@@ -1,4 +1,5 @@
 """`load`: from a checkpoint to a model that can be run."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -12,26 +13,35 @@ from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.official import OfficialCheckpoint
 from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
-from dspark_jax.loading import expert_storage
-from dspark_jax.model.cache import new_cache
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, ConfigError
+from dspark_jax.loading import expert_storage
+from dspark_jax.loading.expert_storage import ExpertStorage
+from dspark_jax.loading.sources import ConvertedSource, LeafRecorder, OfficialSource
+from dspark_jax.model.cache import new_cache
+from dspark_jax.model.dspark import (
+    MAX_SEQ_LEN,
+    DSpark,
+    Limits,
+    default_prefill_chunk,
+    make_limits,
+    most_rows,
+)
 from dspark_jax.model.layers.numerics import Numerics
-from dspark_jax.model.dspark import MAX_SEQ_LEN, DSpark, Limits, default_prefill_chunk, make_limits, most_rows
 from dspark_jax.model.parameters import ShapeSource, Source
 from dspark_jax.runtime.backend import on_cpu
 from dspark_jax.runtime.sharding import check_mesh
-from dspark_jax.loading.sources import ConvertedSource, LeafRecorder, OfficialSource
-from dspark_jax.loading.expert_storage import ExpertStorage
-
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """A loaded model. `module` is the Flax NNX module (`.main`, `.drafter`); the rest says how it is run.
+    """A loaded model. `module` is the Flax NNX module (`.main`, `.drafter`); the rest says how it
+    is run.
 
-    config: ModelConfig. tokenizer: tokenizers.Tokenizer or None. limits: Limits. numerics: Numerics, the mesh included.
-    expert_storage: how the routed experts are held, "dequantised" or "packed"; expert_storage.py says how it is chosen.
+    config: ModelConfig. tokenizer: tokenizers.Tokenizer or None. limits: Limits. numerics:
+      Numerics, the mesh included.
+    expert_storage: how the routed experts are held, "dequantised" or "packed"; expert_storage.py
+      says how it is chosen.
     """
 
     config: ModelConfig
@@ -55,33 +65,46 @@ class Model:
 def embedded_checkpoint() -> Path:
     """The small trained checkpoint that comes with the library."""
     from dspark_jax import checkpoints
+
     return Path(checkpoints.__file__).parent / "tiny"
 
 
-def load(path=None, mesh=None, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: int | None = None, dtype=None,
-         activation_quant: bool = True) -> Model:
+def load(
+    path=None,
+    mesh=None,
+    max_seq_len: int = MAX_SEQ_LEN,
+    prefill_chunk: int | None = None,
+    dtype=None,
+    activation_quant: bool = True,
+) -> Model:
     """Loads an official checkpoint or a converted one; both give the same bits.
 
-    Routed experts stay packed FP4 on accelerators. On CPU they are held dequantised if the model then fits in the memory that is
-    available, else packed; the environment variable DSPARK_EXPERT_STORAGE ("dequantised" or "packed") decides instead.
-    `Model.expert_storage` and `dspark inspect` say which.
+    Routed experts stay packed FP4 on accelerators. On CPU they are held dequantised if the model
+    then fits in the memory that is available, else packed; the environment variable
+    DSPARK_EXPERT_STORAGE ("dequantised" or "packed") decides instead. `Model.expert_storage` and
+    `dspark inspect` say which.
 
     Args:
-      path: a directory with config.json, model.safetensors (or an index and shards) and, if there is one, tokenizer.json; or what
-        `dspark convert` wrote. None: the embedded tiny checkpoint.
+      path: a directory with config.json, model.safetensors (or an index and shards) and, if there
+        is one, tokenizer.json; or what `dspark convert` wrote. None: the embedded tiny checkpoint.
       mesh: the devices to run on, see `make_mesh`. None: this process's first device.
       max_seq_len: most tokens of one stream, prompt and generated together.
-      prefill_chunk: rows of one prefill call, in tokens. None: the window, at most 128. It sets the size of the rings as well, and
-        with that the order of sums: two loads with other chunks may differ in the last bits.
+      prefill_chunk: rows of one prefill call, in tokens. None: the window, at most 128. It sets the
+        size of the rings as well, and with that the order of sums: two loads with other chunks may
+        differ in the last bits.
       dtype: compute dtype, "float32" or "bfloat16". None: float32 on CPU, bfloat16 elsewhere.
-      activation_quant: simulate the official activation quantisation, with which the model was trained.
+      activation_quant: simulate the official activation quantisation, with which the model was
+        trained.
 
     Raises:
-      CheckpointError: missing, damaged or mismatched files; lists every faulty tensor by name, before anything is allocated.
+      CheckpointError: missing, damaged or mismatched files; lists every faulty tensor by name,
+        before anything is allocated.
       ConfigError: a config.json or an argument that is not understood.
     """
     path = embedded_checkpoint() if path is None else Path(path)
-    checkpoint = ConvertedCheckpoint.open(path) if is_converted(path) else OfficialCheckpoint.open(path)
+    checkpoint = (
+        ConvertedCheckpoint.open(path) if is_converted(path) else OfficialCheckpoint.open(path)
+    )
     config = ModelConfig.from_dict(checkpoint.config_dict, f"{path}/config.json")
     numerics = Numerics(dtype_name(dtype), bool(activation_quant), mesh)
     check_mesh(numerics.mesh, config)
@@ -91,10 +114,16 @@ def load(path=None, mesh=None, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: in
     return Model(config, read_tokenizer(path, config), module, limits, numerics, experts.kind)
 
 
-def choose_expert_storage(config: ModelConfig, numerics: Numerics, max_seq_len: int = MAX_SEQ_LEN, rows: int | None = None) -> ExpertStorage:
-    """How `load` holds the routed experts of this config, here and now. rows: see Limits; None: those of load's defaults."""
+def choose_expert_storage(
+    config: ModelConfig, numerics: Numerics, max_seq_len: int = MAX_SEQ_LEN, rows: int | None = None
+) -> ExpertStorage:
+    """How `load` holds the routed experts of this config, here and now. rows: see Limits; None:
+    those of load's defaults.
+    """
     rows = rows or most_rows(config, default_prefill_chunk(config))
-    cache = jax.eval_shape(lambda: new_cache(config, 1, max_seq_len, rows, jnp.dtype(numerics.dtype)))
+    cache = jax.eval_shape(
+        lambda: new_cache(config, 1, max_seq_len, rows, jnp.dtype(numerics.dtype))
+    )
     return expert_storage.choose(functools.partial(DSpark, config, numerics), numerics, cache)
 
 
@@ -139,10 +168,14 @@ def read_tokenizer(path: Path, config: ModelConfig):
     if not file.exists():
         return None
     from tokenizers import Tokenizer
+
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises a bare Exception
         raise CheckpointError(f"{file}: not a readable tokenizer.json ({error})") from error
     if tokenizer.get_vocab_size() > config.vocab_size:
-        raise CheckpointError(f"{file}: {tokenizer.get_vocab_size()} entries, but the config's vocab_size is {config.vocab_size}")
+        raise CheckpointError(
+            f"{file}: {tokenizer.get_vocab_size()} entries, but the config's vocab_size is "
+            f"{config.vocab_size}"
+        )
     return tokenizer

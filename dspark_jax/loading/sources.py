@@ -1,4 +1,5 @@
 """Parameter values from files: an official checkpoint or a converted one. Both give the same bits."""
+
 from __future__ import annotations
 
 import jax
@@ -20,9 +21,11 @@ BLOCK_BYTES = 8 << 20  # of float32, read at a time
 
 
 class StackedSource:
-    """Puts layers together to stacked arrays over the mesh. A process reads what its devices hold, and no more.
+    """Puts layers together to stacked arrays over the mesh. A process reads what its devices hold,
+    and no more.
 
-    Subclasses fill one layer: fill(out, declared, prefix, bounds) writes the slice `bounds` of the layer's array into `out`.
+    Subclasses fill one layer: fill(out, declared, prefix, bounds) writes the slice `bounds` of the
+    layer's array into `out`.
     """
 
     def __init__(self, numerics: Numerics, packed_experts: bool):
@@ -45,18 +48,28 @@ class StackedSource:
 
         return place(shape, parameter_sharding(self.numerics.mesh, declared), part)
 
-    def _check_scales(self, values: np.ndarray, declared: Declaration, prefix: str, bounds: Bounds) -> None:
+    def _check_scales(
+        self, values: np.ndarray, declared: Declaration, prefix: str, bounds: Bounds
+    ) -> None:
         """Refuses scales of packed experts that the platform's kernel cannot compute with."""
         largest = pallas_kernels.largest_scale(target())
         if values.max(initial=0) <= largest:
             return
-        expert, row, column = (int(i) + start for i, (start, _) in zip(np.argwhere(values > largest)[0], bounds))
-        spec, at = next(piece for piece in declared.pieces(prefix)
-                        if piece[1][0] == expert and piece[1][1].start <= row < piece[1][1].stop)
+        expert, row, column = (
+            int(i) + start for i, (start, _) in zip(np.argwhere(values > largest)[0], bounds)
+        )
+        spec, at = next(
+            piece
+            for piece in declared.pieces(prefix)
+            if piece[1][0] == expert and piece[1][1].start <= row < piece[1][1].stop
+        )
         byte = int(values[tuple(np.argwhere(values > largest)[0])])
-        raise CheckpointError(f"{self.checkpoint.path}: {spec.name}.scale[{row - at[1].start}, {column}] is e8m0 byte {byte}, "
-                              f"2^{byte - 127}; the kernel for {target()} takes scales up to byte {largest}. No trained model "
-                              "has such weights: the file is damaged, copy it again")
+        raise CheckpointError(
+            f"{self.checkpoint.path}: {spec.name}.scale[{row - at[1].start}, {column}] is e8m0 "
+            f"byte {byte}, 2^{byte - 127}; the kernel for {target()} takes scales up to byte "
+            f"{largest}. No trained model "
+            "has such weights: the file is damaged, copy it again"
+        )
 
 
 class OfficialSource(StackedSource):
@@ -79,18 +92,27 @@ class ConvertedSource(StackedSource):
 
     def fill(self, out, declared, prefix, bounds):
         if declared.storage != "fp4" or declared.part != "value":
-            out[...] = self.checkpoint.read(leaf_name(declared.tensor, declared.part, prefix), bounds)
+            out[...] = self.checkpoint.read(
+                leaf_name(declared.tensor, declared.part, prefix), bounds
+            )
             return
         (first, last), rows, (_, width) = bounds  # experts are cut along the first axis only
-        parts = [(leaf_name(declared.tensor, part, prefix), width // divisor)
-                 for part, divisor in (("packed", 2), ("scale", formats.FP4_BLOCK))]
+        parts = [
+            (leaf_name(declared.tensor, part, prefix), width // divisor)
+            for part, divisor in (("packed", 2), ("scale", formats.FP4_BLOCK))
+        ]
         for e in range(first, last):
-            codes, scales = (self.checkpoint.read(name, ((e, e + 1), rows, (0, columns))) for name, columns in parts)
+            codes, scales = (
+                self.checkpoint.read(name, ((e, e + 1), rows, (0, columns)))
+                for name, columns in parts
+            )
             out[e - first] = formats.dequantise_fp4(codes[0], scales[0])
 
 
 class LeafRecorder:
-    """A source of shapes that writes down what a conversion stores: every parameter of every layer, routed experts packed."""
+    """A source of shapes that writes down what a conversion stores: every parameter of every layer,
+    routed experts packed.
+    """
 
     packed_experts, columns_first = True, False
     dtype = jnp.bfloat16  # holds bf16 and dequantised FP8 exactly
@@ -103,18 +125,34 @@ class LeafRecorder:
         shape, dtype = declared.array_shape(len(prefixes)), declared.array_dtype(self.dtype)
         for prefix in prefixes:
             name = leaf_name(declared.tensor, declared.part, prefix)
-            self.leaves[name] = Leaf(name, prefix, shape[1:] if declared.stacked else shape, dtype.name, declared.axes)
+            self.leaves[name] = Leaf(
+                name, prefix, shape[1:] if declared.stacked else shape, dtype.name, declared.axes
+            )
             self.declared[name] = declared, prefix
         return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def leaf_name(tensor: str, part: str, prefix: str) -> str:
-    """"layers.3.ffn.experts.w1-ffn.experts.w3.packed": what a converted checkpoint calls a parameter of one layer."""
-    return prefix + tensor.replace("{e}.", "").replace("|", "-") + ("" if part == "value" else f".{part}")
+    """ "layers.3.ffn.experts.w1-ffn.experts.w3.packed": what a converted checkpoint calls a
+    parameter of one layer.
+    """
+    return (
+        prefix
+        + tensor.replace("{e}.", "").replace("|", "-")
+        + ("" if part == "value" else f".{part}")
+    )
 
 
-def read_official(checkpoint: OfficialCheckpoint, out: np.ndarray, declared: Declaration, prefix: str, bounds: Bounds) -> None:
-    """Fills `out` with the slice `bounds` of one layer's array. Raises CheckpointError for a value that its dtype cannot hold."""
+def read_official(
+    checkpoint: OfficialCheckpoint,
+    out: np.ndarray,
+    declared: Declaration,
+    prefix: str,
+    bounds: Bounds,
+) -> None:
+    """Fills `out` with the slice `bounds` of one layer's array. Raises CheckpointError for a value
+    that its dtype cannot hold.
+    """
     cut = [slice(*b) for b in bounds]
     for spec, at in declared.pieces(prefix):
         if not declared.expert:
@@ -122,23 +160,40 @@ def read_official(checkpoint: OfficialCheckpoint, out: np.ndarray, declared: Dec
         elif cut[0].start <= at[0] < cut[0].stop:
             start, stop = max(cut[1].start, at[1].start), min(cut[1].stop, at[1].stop)
             if start < stop:
-                to = out[at[0] - cut[0].start, start - cut[1].start:stop - cut[1].start]
-                _read_expert(checkpoint, spec, to, slice(start - at[1].start, stop - at[1].start), declared.part)
+                to = out[at[0] - cut[0].start, start - cut[1].start : stop - cut[1].start]
+                _read_expert(
+                    checkpoint,
+                    spec,
+                    to,
+                    slice(start - at[1].start, stop - at[1].start),
+                    declared.part,
+                )
 
 
 def _read_dense(checkpoint, spec, out: np.ndarray, cut: list[slice]) -> None:
-    """Block of rows by block of rows, because dequantising takes several times the memory of its result."""
+    """Block of rows by block of rows, because dequantising takes several times the memory of its
+    result.
+    """
     if out.ndim != 2:
         out[...] = checkpoint.read(spec, *cut)
         return
     step = max(formats.FP8_BLOCK, BLOCK_BYTES // (4 * out.shape[1]))
     for i in range(0, out.shape[0], step):
-        block = out[i:i + step]
-        values = checkpoint.read(spec, slice(cut[0].start + i, cut[0].start + i + block.shape[0]), cut[1])
+        block = out[i : i + step]
+        values = checkpoint.read(
+            spec, slice(cut[0].start + i, cut[0].start + i + block.shape[0]), cut[1]
+        )
         block[...] = values
-        if spec.storage == "fp8" and out.dtype != values.dtype and not np.array_equal(block, values):
-            raise CheckpointError(f"{checkpoint.path}: {spec.name} holds NaN or values below the range of {out.dtype.name}: "
-                                  "the file is damaged, copy it again")
+        if (
+            spec.storage == "fp8"
+            and out.dtype != values.dtype
+            and not np.array_equal(block, values)
+        ):
+            raise CheckpointError(
+                f"{checkpoint.path}: {spec.name} holds NaN or values below the range of "
+                f"{out.dtype.name}: "
+                "the file is damaged, copy it again"
+            )
 
 
 def _read_expert(checkpoint, spec, out: np.ndarray, rows: slice, part: str) -> None:

@@ -1,6 +1,9 @@
-"""What a checkpoint holds, from its headers alone: config, parameters and bytes by part and precision; and how `load` would hold its routed experts on this machine (expert_storage.py). A converted checkpoint's manifest tells the same of it.
+"""What a checkpoint holds, from its headers alone: config, parameters and bytes by part and
+precision; and how `load` would hold its routed experts on this machine (expert_storage.py). A
+converted checkpoint's manifest tells the same of it.
 
-A stored number is one parameter (a packed byte holds two); scales count as bytes of the tensor that they belong to.
+A stored number is one parameter (a packed byte holds two); scales count as bytes of the tensor that
+they belong to.
 """
 
 import dataclasses
@@ -15,25 +18,55 @@ from dspark_jax.checkpoints.official import OfficialCheckpoint, collection_pause
 from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import DsparkError
-from dspark_jax.model.layers.numerics import Numerics
-from dspark_jax.loading.load import choose_expert_storage, dtype_name, expected_tensors, record_leaves
 from dspark_jax.loading.expert_storage import ExpertStorage
+from dspark_jax.loading.load import (
+    choose_expert_storage,
+    dtype_name,
+    expected_tensors,
+    record_leaves,
+)
+from dspark_jax.model.layers.numerics import Numerics
 
 # The first pattern that begins the name, after the prefix of its layer or stage, decides.
-PARTS = (("embed.", "embedding"), ("head.", "head"), ("norm.", "head"), ("hc_head_", "head"), ("main_", "main projection"),
-         ("markov_head.", "Markov head"), ("confidence_head.", "confidence head"), ("hc_", "hyper-connections"),
-         ("attn_norm.", "norms"), ("ffn_norm.", "norms"), ("attn.indexer.", "indexer"), ("attn.compressor.", "compressor"),
-         ("attn.", "attention"), ("ffn.experts.", "routed experts"), ("ffn.shared_experts.", "shared expert"),
-         ("ffn.gate.", "gate"))
+PARTS = (
+    ("embed.", "embedding"),
+    ("head.", "head"),
+    ("norm.", "head"),
+    ("hc_head_", "head"),
+    ("main_", "main projection"),
+    ("markov_head.", "Markov head"),
+    ("confidence_head.", "confidence head"),
+    ("hc_", "hyper-connections"),
+    ("attn_norm.", "norms"),
+    ("ffn_norm.", "norms"),
+    ("attn.indexer.", "indexer"),
+    ("attn.compressor.", "compressor"),
+    ("attn.", "attention"),
+    ("ffn.experts.", "routed experts"),
+    ("ffn.shared_experts.", "shared expert"),
+    ("ffn.gate.", "gate"),
+)
 _PATTERNS = re.compile("|".join(f"({re.escape(pattern)})" for pattern, _ in PARTS))
 OTHER = "other"
-PRECISIONS = {"BF16": "bf16", "F32": "f32", "I64": "i64", "F8_E4M3": "fp8", "I8": "fp4", "U8": "fp4",
-              "bfloat16": "bf16", "float32": "f32", "int32": "i32", "uint8": "fp4"}  # a conversion's
+PRECISIONS = {
+    "BF16": "bf16",
+    "F32": "f32",
+    "I64": "i64",
+    "F8_E4M3": "fp8",
+    "I8": "fp4",
+    "U8": "fp4",
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "int32": "i32",
+    "uint8": "fp4",
+}  # a conversion's
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of the model in one precision. module: "main" or "drafter". parameters: a count. bytes: stored, with scales."""
+    """One part of the model in one precision. module: "main" or "drafter". parameters: a count.
+    bytes: stored, with scales.
+    """
 
     module: str
     part: str
@@ -46,8 +79,10 @@ class Part:
 class Origin:
     """What a checkpoint was converted from.
 
-    path: of the official checkpoint when it was read; None: not written down. files, bytes: its safetensors files.
-    checksums: how many are recorded of what was read, for `dspark convert --verify`; every array has one or several.
+    path: of the official checkpoint when it was read; None: not written down. files, bytes: its
+      safetensors files.
+    checksums: how many are recorded of what was read, for `dspark convert --verify`; every array
+      has one or several.
     """
 
     path: str | None
@@ -60,12 +95,15 @@ class Origin:
 class Summary:
     """What `inspect_checkpoint` found.
 
-    kind: the draft module that the tensor names show, as OfficialCheckpoint.kind says. config: None when it was refused.
-    problem: why the checkpoint cannot be loaded, as far as config and headers show it; None when nothing is wrong with them.
-    files: how many hold tensors; units of a converted checkpoint. tensors: stored tensors, scales included.
+    kind: the draft module that the tensor names show, as OfficialCheckpoint.kind says. config: None
+      when it was refused.
+    problem: why the checkpoint cannot be loaded, as far as config and headers show it; None when
+      nothing is wrong with them.
+    files: how many hold tensors; units of a converted checkpoint. tensors: stored tensors, scales
+      included.
     parts: in the order of the forward pass. origin: of a converted checkpoint, else None.
-    expert_storage: what `load` with its defaults would choose on this machine now; None when config was refused or JAX has no
-      device.
+    expert_storage: what `load` with its defaults would choose on this machine now; None when config
+      was refused or JAX has no device.
     """
 
     path: str
@@ -97,16 +135,28 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        return {"path": self.path, "kind": self.kind, "files": self.files, "tensors": self.tensors, "parameters": self.parameters,
-                "bytes": self.bytes, "parts": [dataclasses.asdict(part) for part in self.parts],
-                "precisions": self.by_precision(), "problem": self.problem,
-                "converted_from": None if self.origin is None else dataclasses.asdict(self.origin),
-                "expert_storage": None if self.expert_storage is None else self.expert_storage.to_dict(),
-                "config": None if self.config is None else self.config.to_dict()}
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "files": self.files,
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "parts": [dataclasses.asdict(part) for part in self.parts],
+            "precisions": self.by_precision(),
+            "problem": self.problem,
+            "converted_from": None if self.origin is None else dataclasses.asdict(self.origin),
+            "expert_storage": None
+            if self.expert_storage is None
+            else self.expert_storage.to_dict(),
+            "config": None if self.config is None else self.config.to_dict(),
+        }
 
 
 def inspect_checkpoint(path: str | Path) -> Summary:
-    """Reads the headers (or the manifest) and config.json of the checkpoint at `path`. Damaged files raise CheckpointError."""
+    """Reads the headers (or the manifest) and config.json of the checkpoint at `path`. Damaged
+    files raise CheckpointError.
+    """
     with collection_paused():
         return _inspect(path)
 
@@ -114,13 +164,26 @@ def inspect_checkpoint(path: str | Path) -> Summary:
 def _inspect(path: str | Path) -> Summary:
     if is_converted(path):
         checkpoint = ConvertedCheckpoint.open(path)  # only what has the draft module was converted
-        return _summary(checkpoint, path, "dspark", len(checkpoint.units), _leaves(checkpoint), _origin(checkpoint))
+        return _summary(
+            checkpoint,
+            path,
+            "dspark",
+            len(checkpoint.units),
+            _leaves(checkpoint),
+            _origin(checkpoint),
+        )
     with OfficialCheckpoint.open(path) as checkpoint:
-        return _summary(checkpoint, path, checkpoint.kind, len(checkpoint.files), _tensors(checkpoint), None)
+        return _summary(
+            checkpoint, path, checkpoint.kind, len(checkpoint.files), _tensors(checkpoint), None
+        )
 
 
-def _summary(checkpoint, path, kind: str, files: int, tensors: Iterator[tuple[str, str, int, int]], origin) -> Summary:
-    """tensors: (name, dtype, numbers, bytes); a scale has the name and dtype of the tensor that it belongs to, and no numbers."""
+def _summary(
+    checkpoint, path, kind: str, files: int, tensors: Iterator[tuple[str, str, int, int]], origin
+) -> Summary:
+    """tensors: (name, dtype, numbers, bytes); a scale has the name and dtype of the tensor that it
+    belongs to, and no numbers.
+    """
     stored = list(tensors)
     parameters, sizes = Counter(), Counter()
     for name, dtype, count, nbytes in stored:
@@ -129,7 +192,9 @@ def _summary(checkpoint, path, kind: str, files: int, tensors: Iterator[tuple[st
         sizes[key] += nbytes
     parts = tuple(Part(*key, parameters[key], sizes[key]) for key in sorted(sizes, key=_rank))
     config, problem = _config(checkpoint)
-    return Summary(str(path), kind, files, len(stored), parts, config, problem, origin, _storage(config))
+    return Summary(
+        str(path), kind, files, len(stored), parts, config, problem, origin, _storage(config)
+    )
 
 
 def _tensors(checkpoint: OfficialCheckpoint) -> Iterator[tuple[str, str, int, int]]:
@@ -150,7 +215,12 @@ def _leaves(checkpoint: ConvertedCheckpoint) -> Iterator[tuple[str, str, int, in
 
 def _origin(checkpoint: ConvertedCheckpoint) -> Origin:
     files = checkpoint.source["files"]
-    return Origin(checkpoint.source_path, len(files), sum(file["bytes"] for file in files.values()), len(checkpoint.checksums))
+    return Origin(
+        checkpoint.source_path,
+        len(files),
+        sum(file["bytes"] for file in files.values()),
+        len(checkpoint.checksums),
+    )
 
 
 def _storage(config: ModelConfig | None) -> ExpertStorage | None:
@@ -158,11 +228,15 @@ def _storage(config: ModelConfig | None) -> ExpertStorage | None:
         return None
     try:
         return choose_expert_storage(config, Numerics(dtype_name(None)))
-    except RuntimeError:  # JAX cannot have the accelerator, as another process uses it; the headers can be read all the same
+    # JAX cannot have the accelerator, as another process uses it; the headers can be read all the
+    # same
+    except RuntimeError:
         return None
 
 
-def _config(checkpoint: OfficialCheckpoint | ConvertedCheckpoint) -> tuple[ModelConfig | None, str | None]:
+def _config(
+    checkpoint: OfficialCheckpoint | ConvertedCheckpoint,
+) -> tuple[ModelConfig | None, str | None]:
     """The config, or None; and what is wrong with it or the names, or None."""
     try:
         config = ModelConfig.from_dict(checkpoint.config_dict, f"{checkpoint.path}/config.json")
@@ -172,7 +246,9 @@ def _config(checkpoint: OfficialCheckpoint | ConvertedCheckpoint) -> tuple[Model
     if official and checkpoint.kind != "dspark":
         return config, f"the tensors show no DSpark draft module (kind: {checkpoint.kind})"
     try:
-        checkpoint.check((expected_tensors(config) if official else record_leaves(config).leaves).values())
+        checkpoint.check(
+            (expected_tensors(config) if official else record_leaves(config).leaves).values()
+        )
     except DsparkError as error:
         return config, str(error)
     return config, None
@@ -189,6 +265,20 @@ def _key(name: str, dtype: str) -> tuple[str, str, str]:
 
 
 def _rank(key: tuple[str, str, str]) -> tuple:
-    order = ("embedding", "main projection", "hyper-connections", "norms", "attention", "compressor", "indexer", "gate",
-             "routed experts", "shared expert", "head", "Markov head", "confidence head", OTHER)
+    order = (
+        "embedding",
+        "main projection",
+        "hyper-connections",
+        "norms",
+        "attention",
+        "compressor",
+        "indexer",
+        "gate",
+        "routed experts",
+        "shared expert",
+        "head",
+        "Markov head",
+        "confidence head",
+        OTHER,
+    )
     return key[0] == "drafter", order.index(key[1]), key[2]

@@ -1,12 +1,15 @@
-"""The DSpark drafter (spec section 11): three stages, a Markov head and a confidence head on top of the main model's hidden states."""
+"""The DSpark drafter (spec section 11): three stages, a Markov head and a confidence head on top of
+the main model's hidden states.
+"""
+
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from dspark_jax.model.cache import Cache, in_window, write
 from dspark_jax.config import ModelConfig
+from dspark_jax.model.cache import Cache, in_window, write
 from dspark_jax.model.layers.attention import absorb, finish, start
 from dspark_jax.model.layers.block import Block
 from dspark_jax.model.layers.cached import Rows
@@ -21,9 +24,11 @@ from dspark_jax.model.segments import LayerKind, scan_layers
 
 @struct.dataclass
 class Draft:
-    """tokens: [B, K] int32 proposed ids. logits: [B, K, V] float32, Markov term included. confidence: [B, K] float32, raw.
+    """tokens: [B, K] int32 proposed ids. logits: [B, K, V] float32, Markov term included.
+    confidence: [B, K] float32, raw.
 
-    The confidence of a draft whose largest logit is not finite is NaN: damaged weights show in it, whichever tensor they are in.
+    The confidence of a draft whose largest logit is not finite is NaN: damaged weights show in it,
+    whichever tensor they are in.
     """
 
     tokens: jax.Array
@@ -38,7 +43,10 @@ class Drafter(nnx.Module):
         self.config, self.numerics = config, numerics
         d, v, last = config.hidden_size, config.vocab_size, config.n_draft_stages - 1
         stages = Maker(source, tuple(f"mtp.{s}." for s in range(config.n_draft_stages)))
-        first, final = Maker(source, ("mtp.0.",), stacked=False), Maker(source, (f"mtp.{last}.",), stacked=False)
+        first, final = (
+            Maker(source, ("mtp.0.",), stacked=False),
+            Maker(source, (f"mtp.{last}.",), stacked=False),
+        )
         self.stages = nnx.List([Block(config, numerics, LayerKind(ratio=0, hashed=False), stages)])
         self.main_proj = first("main_proj", (d, config.n_hidden_taps * d), "fp8", product=True)
         self.main_norm = RMSNorm("main_norm", d, config.rms_norm_eps, numerics.dtype, first)
@@ -56,7 +64,12 @@ class Drafter(nnx.Module):
     def stage_keys(self, hidden: jax.Array, turn) -> jax.Array:
         """hidden [B, T, N*D] and its rotation -> [Z, B, T, C], the keys of every stage."""
         x = self.main_x(hidden)
-        return scan_layers(self.stages, None, lambda blocks, i, carry: (carry, blocks[0].attn.keys(x, turn)), whole_experts=True)[1]
+        return scan_layers(
+            self.stages,
+            None,
+            lambda blocks, i, carry: (carry, blocks[0].attn.keys(x, turn)),
+            whole_experts=True,
+        )[1]
 
     def prime(self, cache: Cache, hidden: jax.Array, rows: Rows) -> Cache:
         """Writes the stage rings for the rows just computed by the main model."""
@@ -66,10 +79,14 @@ class Drafter(nnx.Module):
             stages = write(stages, stage, slots, rows.mask, keys)
         return cache.replace(stages=stages)
 
-    def draft(self, main: MainModel, cache: Cache, token: jax.Array, hidden: jax.Array | None = None) -> Draft:
-        """Proposes K tokens after `token` [B], which stands at the cache's position and is not computed yet.
+    def draft(
+        self, main: MainModel, cache: Cache, token: jax.Array, hidden: jax.Array | None = None
+    ) -> Draft:
+        """Proposes K tokens after `token` [B], which stands at the cache's position and is not
+        computed yet.
 
-        hidden [B, N*D]: a captured hidden to draft from instead of the seed's key in the rings (for this draft only).
+        hidden [B, N*D]: a captured hidden to draft from instead of the seed's key in the rings (for
+        this draft only).
         """
         rings = cache.stages if hidden is None else self._replace_seed(cache, hidden)
         y = self.run_stages(main, rings, cache.position, token)[0]
@@ -81,15 +98,28 @@ class Drafter(nnx.Module):
         # Two rows, as everywhere: a CPU multiplies a single row in another order.
         keys = self.stage_keys(jnp.stack([hidden, hidden], axis=1), turn)[:, :, 0]
         rings = cache.stages
-        return rings.at[:, jnp.arange(seed.shape[0]), seed % rings.shape[2]].set(keys.astype(rings.dtype))
+        return rings.at[:, jnp.arange(seed.shape[0]), seed % rings.shape[2]].set(
+            keys.astype(rings.dtype)
+        )
 
-    def run_stages(self, main: MainModel, rings: jax.Array, position: jax.Array, token: jax.Array, regime: str = "decode"):
-        """rings [Z, B, ring, C], position and token [B] -> collapsed y [B, K, D], and of every stage (streams, chosen experts).
+    def run_stages(
+        self,
+        main: MainModel,
+        rings: jax.Array,
+        position: jax.Array,
+        token: jax.Array,
+        regime: str = "decode",
+    ):
+        """rings [Z, B, ring, C], position and token [B] -> collapsed y [B, K, D], and of every
+        stage (streams, chosen experts).
 
-        Every row sees the window up to the seed, at position - 1, and the whole block, which is never written to the rings.
+        Every row sees the window up to the seed, at position - 1, and the whole block, which is
+        never written to the rings.
         """
         block_size = self.config.dspark_block_size
-        noise = jnp.full((*token.shape, block_size - 1), self.config.dspark_noise_token_id, token.dtype)
+        noise = jnp.full(
+            (*token.shape, block_size - 1), self.config.dspark_noise_token_id, token.dtype
+        )
         ids = jnp.concatenate([token[:, None], noise], axis=1)
         turn = rotation(self.config, False, position[:, None] + jnp.arange(block_size))
         visible = in_window(position - 1, rings.shape[2], self.config.sliding_window)
@@ -98,7 +128,10 @@ class Drafter(nnx.Module):
         def body(blocks, index, streams):
             def attend(x):
                 return self._attend(blocks[0].attn, x, turn, rings[index], visible)
-            streams, _, routing = blocks[0](streams, attend, ids, jnp.ones(ids.shape, bool), regime, layer=index)
+
+            streams, _, routing = blocks[0](
+                streams, attend, ids, jnp.ones(ids.shape, bool), regime, layer=index
+            )
             return streams, (streams, routing[0])
 
         streams, stages = scan_layers(self.stages, main.streams(ids), body, whole_experts=True)
@@ -116,14 +149,19 @@ class Drafter(nnx.Module):
         return dot(self.norm(y), main.draft_head())
 
     def decode(self, main: MainModel, y: jax.Array, token: jax.Array) -> Draft:
-        """The Markov head from left to right: each position adds what its predecessor's token says, then takes the best."""
+        """The Markov head from left to right: each position adds what its predecessor's token says,
+        then takes the best.
+        """
+
         def step(previous, base):
             logits = base + self.markov_bias(previous)
             best = jnp.argmax(logits, axis=-1).astype(token.dtype)
             return best, (best, logits, previous, jnp.isfinite(jnp.max(logits, axis=-1)))
 
         base = jnp.moveaxis(self.base_logits(main, y), 1, 0)
-        tokens, logits, previous, finite = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), jax.lax.scan(step, token, base)[1])
+        tokens, logits, previous, finite = jax.tree.map(
+            lambda a: jnp.moveaxis(a, 0, 1), jax.lax.scan(step, token, base)[1]
+        )
         return Draft(tokens, logits, jnp.where(finite, self.confidences(y, previous), jnp.nan))
 
     def markov_bias(self, previous: jax.Array) -> jax.Array:
@@ -131,6 +169,10 @@ class Drafter(nnx.Module):
         return at_least_two_rows(lambda x: dot(x, self.markov_w2), self.markov_w1[...][previous])
 
     def confidences(self, y: jax.Array, previous: jax.Array) -> jax.Array:
-        """y [B, K, D] before the norm, previous [B, K] token ids -> [B, K] float32, raw (no sigmoid)."""
-        features = jnp.concatenate([y, self.markov_w1[...][previous].astype(y.dtype)], axis=-1).astype(jnp.float32)
+        """y [B, K, D] before the norm, previous [B, K] token ids -> [B, K] float32, raw (no
+        sigmoid).
+        """
+        features = jnp.concatenate(
+            [y, self.markov_w1[...][previous].astype(y.dtype)], axis=-1
+        ).astype(jnp.float32)
         return jnp.sum(features * self.confidence[...][0].astype(jnp.float32), axis=-1)

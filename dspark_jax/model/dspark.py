@@ -1,4 +1,5 @@
 """The main model with its drafter, the sizes of one call, and the one step that both share."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -33,7 +34,8 @@ class DSpark(nnx.Module):
 class Limits:
     """Sizes fixed at load, in tokens.
 
-    max_seq_len: most tokens of one stream. prefill_chunk: rows of one prefill call. rows: most rows any call may carry.
+    max_seq_len: most tokens of one stream. prefill_chunk: rows of one prefill call. rows: most rows
+      any call may carry.
     decode_rows: rows of a one-token decode (see runtime/backend.py); calls with fewer are padded.
     """
 
@@ -44,7 +46,9 @@ class Limits:
 
 
 def extend_step(module: DSpark, cache: Cache, tokens: jax.Array, valid: jax.Array, regime: str):
-    """Main model and priming of the drafter: y [B, T, D] before the head, hidden [B, T, N*D], cache."""
+    """Main model and priming of the drafter: y [B, T, D] before the head, hidden [B, T, N*D],
+    cache.
+    """
     y, hidden, cache, rows = module.main.extend(cache, tokens, valid, regime)
     return y, hidden, module.drafter.prime(cache, hidden, rows)
 
@@ -58,12 +62,19 @@ def most_rows(config: ModelConfig, chunk: int) -> int:
     return max(chunk, config.dspark_block_size + 1)
 
 
-def make_limits(config: ModelConfig, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: int | None = None) -> Limits:
+def make_limits(
+    config: ModelConfig, max_seq_len: int = MAX_SEQ_LEN, prefill_chunk: int | None = None
+) -> Limits:
     chunk = default_prefill_chunk(config) if prefill_chunk is None else prefill_chunk
-    for name, value, most in (("max_seq_len", max_seq_len, MAX_POSITIONS), ("prefill_chunk", chunk, MAX_POSITIONS)):
+    for name, value, most in (
+        ("max_seq_len", max_seq_len, MAX_POSITIONS),
+        ("prefill_chunk", chunk, MAX_POSITIONS),
+    ):
         if not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
             raise ConfigError(f"{name}: {value!r} is not an integer from 1 to {most}")
     rows = most_rows(config, int(chunk))
     group_width = config.num_attention_heads * config.head_dim // config.o_groups
-    one_token = decode_rows(config.dspark_block_size, max(config.head_dim, config.sliding_window + rows, group_width))
+    one_token = decode_rows(
+        config.dspark_block_size, max(config.head_dim, config.sliding_window + rows, group_width)
+    )
     return Limits(int(max_seq_len), max(int(chunk), one_token), rows, one_token)

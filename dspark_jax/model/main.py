@@ -1,4 +1,7 @@
-"""The main model (spec section 9): embedding, segments of scanned layers, head; and the rows a drafter taps."""
+"""The main model (spec section 9): embedding, segments of scanned layers, head; and the rows a
+drafter taps.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,8 +12,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from dspark_jax.model.cache import Cache
 from dspark_jax.config import ModelConfig
+from dspark_jax.model.cache import Cache
 from dspark_jax.model.layers.block import Block
 from dspark_jax.model.layers.cached import Rows, attend_cached, new_rows
 from dspark_jax.model.layers.hyper_connection import Collapse
@@ -18,7 +21,14 @@ from dspark_jax.model.layers.norm import RMSNorm
 from dspark_jax.model.layers.numerics import Numerics, dot
 from dspark_jax.model.parameters import ColumnsFirst, Maker, Source
 from dspark_jax.model.segments import SegmentPlan, scan_layers, segments
-from dspark_jax.runtime.sharding import MODEL, gather_over_model, model_index, model_shards, replicate, sum_over_model
+from dspark_jax.runtime.sharding import (
+    MODEL,
+    gather_over_model,
+    model_index,
+    model_shards,
+    replicate,
+    sum_over_model,
+)
 
 
 class MainModel(nnx.Module):
@@ -29,12 +39,17 @@ class MainModel(nnx.Module):
         make = Maker(source, ("",), stacked=False)
         table = (config.vocab_size, config.hidden_size)
         self.embed = make("embed.weight", table, "bf16", ("vocab", None), init="embedding")
-        self.segments = nnx.List([_segment(config, numerics, source, plan) for plan in segments(config)])
+        self.segments = nnx.List(
+            [_segment(config, numerics, source, plan) for plan in segments(config)]
+        )
         self.collapse = Collapse(config, numerics.dtype, make)
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, numerics.dtype, make)
         self.head = make("head.weight", table, "bf16", ("vocab", None), product=True)
-        # Where the head is cut, every device has the whole of it once more for the drafter, whose inner loop must not communicate.
-        self.whole_head = _whole(self.head, numerics.mesh) if numerics.mesh.shape[MODEL] > 1 else None
+        # Where the head is cut, every device has the whole of it once more for the drafter, whose
+        # inner loop must not communicate.
+        self.whole_head = (
+            _whole(self.head, numerics.mesh) if numerics.mesh.shape[MODEL] > 1 else None
+        )
 
     def streams(self, ids: jax.Array):
         """ids [B, T] -> the M equal residual streams they start as."""
@@ -57,16 +72,20 @@ class MainModel(nnx.Module):
         return self.head if self.whole_head is None else self.whole_head
 
     def extend(self, cache: Cache, tokens: jax.Array, valid: jax.Array, regime: str):
-        """Computes tokens [B, T] at the cache's position, of which the first valid [B] count; see `dspark_jax.extend`.
+        """Computes tokens [B, T] at the cache's position, of which the first valid [B] count; see
+        `dspark_jax.extend`.
 
-        Returns the collapsed output y [B, T, D], the captured hidden [B, T, N*D], the written cache (position unmoved), the rows.
+        Returns the collapsed output y [B, T, D], the captured hidden [B, T, N*D], the written cache
+          (position unmoved), the rows.
         """
         rows = new_rows(self.config, cache.position, tokens.shape[1], valid)
         streams = self.streams(tokens)
         taps = jnp.zeros((self.config.n_hidden_taps, *streams[0].shape), streams[0].dtype)
         layers = []
         for plan, blocks, caches in zip(segments(self.config), self.segments, cache.layers):
-            (streams, taps, caches) = self._run(plan, blocks, (streams, taps, caches), rows, tokens, regime)
+            (streams, taps, caches) = self._run(
+                plan, blocks, (streams, taps, caches), rows, tokens, regime
+            )
             layers.append(caches)
         return self.collapse(streams), flatten_taps(taps), cache.replace(layers=tuple(layers)), rows
 
@@ -74,17 +93,21 @@ class MainModel(nnx.Module):
         def body(blocks, index, carry):
             streams, taps, caches = carry
             for member, block in enumerate(blocks):
+
                 def attend(x, block=block, cache=caches[member]):
                     return attend_cached(block, self.config, x, rows, cache, index)
+
                 streams, written, _ = block(streams, attend, tokens, rows.mask, regime, layer=index)
-                caches = (*caches[:member], written, *caches[member + 1:])
+                caches = (*caches[:member], written, *caches[member + 1 :])
                 taps = capture(self.config, taps, plan, member, index, streams)
             return (streams, taps, caches), None
 
         return scan_layers(blocks, carry, body, whole_experts=True)[0]
 
 
-def _segment(config: ModelConfig, numerics: Numerics, source: Source, plan: SegmentPlan) -> nnx.List:
+def _segment(
+    config: ModelConfig, numerics: Numerics, source: Source, plan: SegmentPlan
+) -> nnx.List:
     def member(i, kind):
         prefixes = tuple(f"layers.{layer}." for layer in plan.layer_ids(i))
         return Block(config, numerics, kind, Maker(source, prefixes))
@@ -98,10 +121,16 @@ def _whole(head: nnx.Param, mesh: Mesh) -> nnx.Param:
     return type(head)(replicate(mesh, held), declared=declared)
 
 
-def capture(config: ModelConfig, taps: jax.Array, plan: SegmentPlan, member: int, index, streams) -> jax.Array:
-    """Stores the mean of the streams in taps [N, B, T, D] where the drafter taps this layer's output (spec section 9)."""
+def capture(
+    config: ModelConfig, taps: jax.Array, plan: SegmentPlan, member: int, index, streams
+) -> jax.Array:
+    """Stores the mean of the streams in taps [N, B, T, D] where the drafter taps this layer's
+    output (spec section 9).
+    """
     targets = config.dspark_target_layer_ids
-    places = np.array([targets.index(i) if i in targets else len(targets) for i in plan.layer_ids(member)])
+    places = np.array(
+        [targets.index(i) if i in targets else len(targets) for i in plan.layer_ids(member)]
+    )
     if (places == len(targets)).all():
         return taps
     mean = sum(s.astype(jnp.float32) for s in streams) / len(streams)
@@ -114,7 +143,9 @@ def flatten_taps(taps: jax.Array) -> jax.Array:
 
 
 def at_least_two_rows(function, x: jax.Array) -> jax.Array:
-    """function(x) for x [..., T, K]; a single row goes along twice, because a CPU multiplies one row in another order than several."""
+    """function(x) for x [..., T, K]; a single row goes along twice, because a CPU multiplies one
+    row in another order than several.
+    """
     if np.prod(x.shape[:-1]) > 1:
         return function(x)
     return function(jnp.concatenate([x, x], axis=-2))[..., :1, :]

@@ -1,16 +1,21 @@
-"""One declaration per parameter: it gives the shape, the dtype, the logical axes, the initial value and the checkpoint tensors.
+"""One declaration per parameter: it gives the shape, the dtype, the logical axes, the initial value
+and the checkpoint tensors.
 
-A module's constructor calls `make(tensor, shape, storage, axes)` for each of its parameters. What that returns is decided by the
-`Source` behind `make`: random values, values of an official checkpoint, or shapes only. So the loader, the sharding, the
-initialiser and the exporter cannot disagree about a parameter.
+A module's constructor calls `make(tensor, shape, storage, axes)` for each of its parameters. What
+that returns is decided by the `Source` behind `make`: random values, values of an official
+checkpoint, or shapes only. So the loader, the sharding, the initialiser and the exporter cannot
+disagree about a parameter.
 
-Equal layers are stacked: a parameter of n layers is one array [n, *shape] and its declaration speaks of one layer.
+Equal layers are stacked: a parameter of n layers is one array [n, *shape] and its declaration
+speaks of one layer.
 """
+
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Callable, Iterator, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +31,22 @@ Array = jax.Array
 class Declaration:
     """What one parameter of one layer is.
 
-    tensor: official tensor name without the layer's prefix ("attn.wq_a"); for routed experts a pattern with `{e}`, several
-      joined by "|" when they lie one after another along the rows ("ffn.experts.{e}.w1|ffn.experts.{e}.w3").
-    shape: logical shape of one layer's array, of a routed expert parameter with the expert axis first.
+    tensor: official tensor name without the layer's prefix ("attn.wq_a"); for routed experts a
+      pattern with `{e}`, several joined by "|" when they lie one after another along the rows
+      ("ffn.experts.{e}.w1|ffn.experts.{e}.w3").
+    shape: logical shape of one layer's array, of a routed expert parameter with the expert axis
+      first.
     storage: how the official checkpoint stores it: "bf16", "f32", "i64", "fp8" or "fp4".
-    axes: one logical axis name (or None) for each dimension of `shape`; sharding.py maps them to mesh axes.
-    init: "normal" (variance 1/fan-in), "ones", "zeros", "embedding" (unit variance), "hc_base", or "hash" followed by
-      the number of experts; for random models.
-    part: "value", or for packed FP4 experts "packed" (two e2m1 codes a byte) and "scale" (e8m0, one per 32 along K).
+    axes: one logical axis name (or None) for each dimension of `shape`; sharding.py maps them to
+      mesh axes.
+    init: "normal" (variance 1/fan-in), "ones", "zeros", "embedding" (unit variance), "hc_base", or
+      "hash" followed by the number of experts; for random models.
+    part: "value", or for packed FP4 experts "packed" (two e2m1 codes a byte) and "scale" (e8m0, one
+      per 32 along K).
     stacked: the array has a leading axis over the layers of its group.
-    columns_first: the array of a weight [N, K] is held as [K, N]: a CPU multiplies a few rows with it up to twenty times faster. What
-      `parameter[...]` reads and sets is [N, K] all the same (ColumnsFirst); `nnx.split` gives arrays as they are held.
+    columns_first: the array of a weight [N, K] is held as [K, N]: a CPU multiplies a few rows with
+      it up to twenty times faster. What `parameter[...]` reads and sets is [N, K] all the same
+      (ColumnsFirst); `nnx.split` gives arrays as they are held.
     """
 
     tensor: str
@@ -58,9 +68,14 @@ class Declaration:
         return int(self.init.removeprefix("hash")) if self.init.startswith("hash") else None
 
     def pieces(self, prefix: str) -> Iterator[tuple[TensorSpec, tuple]]:
-        """The official tensors of one layer, each with the place it takes in the layer's array (logical coordinates)."""
+        """The official tensors of one layer, each with the place it takes in the layer's array
+        (logical coordinates).
+        """
         if not self.expert:
-            yield TensorSpec(prefix + self.tensor, self.shape, self.storage, self.hashed_experts), ()
+            yield (
+                TensorSpec(prefix + self.tensor, self.shape, self.storage, self.hashed_experts),
+                (),
+            )
             return
         patterns = self.tensor.split("|")
         rows = self.shape[1] // len(patterns)
@@ -70,13 +85,17 @@ class Declaration:
                 yield spec, (e, slice(i * rows, (i + 1) * rows))
 
     def array_shape(self, layers: int) -> tuple[int, ...]:
-        """Shape of the array that is held: packed bytes and scales are narrower than the logical values."""
+        """Shape of the array that is held: packed bytes and scales are narrower than the logical
+        values.
+        """
         divisor = {"value": 1, "packed": 2, "scale": 32}[self.part]
         shape = self.held((*self.shape[:-1], self.shape[-1] // divisor))
         return (layers, *shape) if self.stacked else shape
 
     def held(self, sizes: tuple) -> tuple:
-        """What belongs to the axes of `shape` (sizes, bounds, names), in the order in which the array holds the axes; its own inverse."""
+        """What belongs to the axes of `shape` (sizes, bounds, names), in the order in which the
+        array holds the axes; its own inverse.
+        """
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.columns_first else tuple(sizes)
 
     def array_dtype(self, compute) -> np.dtype:
@@ -93,7 +112,9 @@ class Constant(nnx.Variable):
 
 
 class ColumnsFirst(nnx.Param):
-    """A weight [..., N, K] whose array is [..., K, N]. It reads and is set as [..., N, K], by `[...]` only."""
+    """A weight [..., N, K] whose array is [..., K, N]. It reads and is set as [..., N, K], by
+    `[...]` only.
+    """
 
     def get_value(self, **options):
         return jnp.swapaxes(super().get_value(**options), -1, -2)
@@ -113,25 +134,44 @@ class Source(Protocol):
     packed_experts: bool
     columns_first: bool  # hold the weights of products so, see Declaration
 
-    def __call__(self, declaration: Declaration, prefixes: tuple[str, ...]) -> Array | jax.ShapeDtypeStruct: ...
+    def __call__(
+        self, declaration: Declaration, prefixes: tuple[str, ...]
+    ) -> Array | jax.ShapeDtypeStruct: ...
 
 
 class Maker:
     """Makes the parameters of one group of layers.
 
     source: where values come from.
-    prefixes: the official name prefix of each layer of the group, "layers.3." say; ("",) with stacked=False for the parts that
-      exist once.
+    prefixes: the official name prefix of each layer of the group, "layers.3." say; ("",) with
+      stacked=False for the parts that exist once.
     """
 
     def __init__(self, source: Source, prefixes: tuple[str, ...], stacked: bool = True):
         self.source, self.prefixes, self.stacked = source, prefixes, stacked
 
-    def __call__(self, tensor: str, shape: tuple[int, ...], storage: str, axes=None, init: str = "normal", part: str = "value",
-                 product: bool = False):
+    def __call__(
+        self,
+        tensor: str,
+        shape: tuple[int, ...],
+        storage: str,
+        axes=None,
+        init: str = "normal",
+        part: str = "value",
+        product: bool = False,
+    ):
         """product: the parameter is a weight of `numerics.dot`."""
         axes = tuple(axes) if axes is not None else (None,) * len(shape)
-        declared = Declaration(tensor, tuple(shape), storage, axes, init, part, self.stacked, product and self.source.columns_first)
+        declared = Declaration(
+            tensor,
+            tuple(shape),
+            storage,
+            axes,
+            init,
+            part,
+            self.stacked,
+            product and self.source.columns_first,
+        )
         value = self.source(declared, self.prefixes)
         kind = Constant if part != "value" or storage == "i64" else nnx.Param
         return (ColumnsFirst if declared.columns_first else kind)(value, declared=declared)
@@ -142,11 +182,15 @@ class Maker:
 
 
 class ShapeSource:
-    """Shapes and dtypes only, cut by sharding(declaration) if given; remembers in `specs` every official tensor that was asked for."""
+    """Shapes and dtypes only, cut by sharding(declaration) if given; remembers in `specs` every
+    official tensor that was asked for.
+    """
 
     columns_first = False
 
-    def __init__(self, dtype=jnp.float32, packed_experts: bool = False, sharding: Callable | None = None):
+    def __init__(
+        self, dtype=jnp.float32, packed_experts: bool = False, sharding: Callable | None = None
+    ):
         self.dtype, self.packed_experts, self._sharding = dtype, packed_experts, sharding
         self.specs: dict[str, TensorSpec] = {}
 
@@ -154,7 +198,9 @@ class ShapeSource:
         for prefix in prefixes:
             self.specs.update({spec.name: spec for spec, _ in declared.pieces(prefix)})
         sharding = self._sharding(declared) if self._sharding else None
-        return jax.ShapeDtypeStruct(declared.array_shape(len(prefixes)), declared.array_dtype(self.dtype), sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            declared.array_shape(len(prefixes)), declared.array_dtype(self.dtype), sharding=sharding
+        )
 
 
 class RandomSource:
@@ -183,6 +229,8 @@ class RandomSource:
 
 
 def hyper_connection_base(size: int) -> np.ndarray:
-    """Initial `hc_*_base` of size (2 + M) M: reads all copies alike, writes all alike, and keeps each copy mostly to itself."""
-    copies = int(math.isqrt(size + 1)) - 1
+    """Initial `hc_*_base` of size (2 + M) M: reads all copies alike, writes all alike, and keeps
+    each copy mostly to itself.
+    """
+    copies = math.isqrt(size + 1) - 1
     return np.concatenate([np.zeros(2 * copies), 4.0 * np.eye(copies).ravel()])

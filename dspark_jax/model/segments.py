@@ -1,11 +1,13 @@
 """Equal layers are stacked and scanned, so that compile time does not grow with depth.
 
-V4-Flash's 43 layers are three segments: 2 x [window, hash], 1 x [ratio 4, hash], 20 x [ratio 128, ratio 4].
+V4-Flash's 43 layers are three segments: 2 x [window, hash], 1 x [ratio 4, hash], 20 x [ratio 128,
+ratio 4].
 """
+
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +15,23 @@ from flax import nnx
 
 from dspark_jax.config import ModelConfig
 
-
 OVERLAPPED_RATIO = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """ratio: 0 window only, 4 overlapped compressor with indexer, else plain compressor. hashed: routing by token id."""
+    """ratio: 0 window only, 4 overlapped compressor with indexer, else plain compressor. hashed:
+    routing by token id.
+    """
 
     ratio: int
     hashed: bool
 
     @property
     def overlapped(self) -> bool:
-        """Whether an entry pools the tokens of the window before its own too, and an indexer chooses among the entries."""
+        """Whether an entry pools the tokens of the window before its own too, and an indexer
+        chooses among the entries.
+        """
         return self.ratio == OVERLAPPED_RATIO
 
 
@@ -44,7 +49,10 @@ class SegmentPlan:
 
 
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
-    return tuple(LayerKind(config.compress_ratios[i], i < config.num_hash_layers) for i in range(config.num_hidden_layers))
+    return tuple(
+        LayerKind(config.compress_ratios[i], i < config.num_hash_layers)
+        for i in range(config.num_hidden_layers)
+    )
 
 
 def segments(config: ModelConfig) -> tuple[SegmentPlan, ...]:
@@ -53,23 +61,25 @@ def segments(config: ModelConfig) -> tuple[SegmentPlan, ...]:
     while at < len(kinds):
         candidates = [(size, _repeats(kinds[at:], size)) for size in range(1, len(kinds) - at + 1)]
         size, repeats = max(candidates, key=lambda c: (c[0] * (c[1] - 1), -c[0]))
-        plans.append(SegmentPlan(kinds[at:at + size], repeats, at))
+        plans.append(SegmentPlan(kinds[at : at + size], repeats, at))
         at += size * repeats
     return tuple(plans)
 
 
 def _repeats(kinds, size: int) -> int:
     count = 1
-    while kinds[count * size:(count + 1) * size] == kinds[:size]:
+    while kinds[count * size : (count + 1) * size] == kinds[:size]:
         count += 1
     return count
 
 
 def scan_layers(blocks: nnx.List, carry, body: Callable, whole_experts: bool):
-    """Runs body(blocks of one repeat, repeat index, carry) -> carry, out over all repeats; returns carry and the stacked outs.
+    """Runs body(blocks of one repeat, repeat index, carry) -> carry, out over all repeats; returns
+    carry and the stacked outs.
 
-    whole_experts: the routed experts are not sliced for each repeat (a copy of most of the model) but handed over with their
-    layer axis, to be indexed by the repeat; training slices them, so that gradients are accumulated layer by layer.
+    whole_experts: the routed experts are not sliced for each repeat (a copy of most of the model)
+    but handed over with their layer axis, to be indexed by the repeat; training slices them, so
+    that gradients are accumulated layer by layer.
     """
     split = nnx.PathContains("experts") if whole_experts else nnx.Nothing()
     graphdef, experts, state = nnx.split(blocks, split, ...)

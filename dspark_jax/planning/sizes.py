@@ -1,8 +1,11 @@
-"""What a model needs on a mesh, from its config alone: bytes per device, what fits, and how fast bandwidth would let it be.
+"""What a model needs on a mesh, from its config alone: bytes per device, what fits, and how fast
+bandwidth would let it be.
 
-Sizes are exact sums over the parameter declarations and the cache's shapes; activations and speed are estimates, by the formulas
-below. `dspark plan --compile` puts the compiler's own analysis beside them.
+Sizes are exact sums over the parameter declarations and the cache's shapes; activations and speed
+are estimates, by the formulas below. `dspark plan --compile` puts the compiler's own analysis
+beside them.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -11,19 +14,21 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.model import cache as caches
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import ConfigError
+from dspark_jax.model import cache as caches
+from dspark_jax.model.dspark import DSpark, default_prefill_chunk, most_rows
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.layers.rope import MAX_POSITIONS
-from dspark_jax.model.dspark import DSpark, default_prefill_chunk, most_rows
 from dspark_jax.model.segments import layer_kinds
 from dspark_jax.runtime.sharding import DATA, MODEL, RULES, check_divides
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Devices to plan for. name: for people. memory: bytes a device. bandwidth: bytes per second a device, None: unknown."""
+    """Devices to plan for. name: for people. memory: bytes a device. bandwidth: bytes per second a
+    device, None: unknown.
+    """
 
     name: str
     devices: int
@@ -35,8 +40,10 @@ class Target:
 class Plan:
     """Bytes are per device.
 
-    parameters: by part (experts, dense, embedding and head, draft). cache_per_stream, activations, total. fits: total <= memory.
-    longest_context: tokens, with `streams` streams. most_streams: at `context` tokens. speed: estimates, None without a bandwidth.
+    parameters: by part (experts, dense, embedding and head, draft). cache_per_stream, activations,
+      total. fits: total <= memory.
+    longest_context: tokens, with `streams` streams. most_streams: at `context` tokens. speed:
+      estimates, None without a bandwidth.
     """
 
     target: Target
@@ -81,7 +88,9 @@ def _part(declared, prefix: str) -> str:
 
 
 def parameter_bytes(config: ModelConfig, mesh: tuple[int, int], dtype="bfloat16") -> dict[str, int]:
-    """Bytes per device by part; experts packed FP4, the rest in the compute dtype. The drafter's copy of a cut head is a draft part."""
+    """Bytes per device by part; experts packed FP4, the rest in the compute dtype. The drafter's
+    copy of a cut head is a draft part.
+    """
     sizes = _Sizes(mesh, dtype)
     DSpark(config, Numerics(dtype), sizes)
     if mesh[1] > 1:
@@ -97,11 +106,13 @@ def cache_bytes(config: ModelConfig, context: int, dtype="bfloat16") -> int:
 
 
 def activation_bytes(config: ModelConfig, mesh: tuple[int, int], streams: int) -> int:
-    """Estimate of the most memory that a prefill chunk or a round needs beside parameters and cache.
+    """Estimate of the most memory that a prefill chunk or a round needs beside parameters and
+    cache.
 
-    Rows of a round: streams per device x (K + 1); of a prefill: streams per device x chunk. For each row of either: the residual
-    streams, one block of gathered entries, the attention scores and queries of the device's heads. For each row of a round: the logits
-    of the main model and of the drafter, and a masked copy of both, float32.
+    Rows of a round: streams per device x (K + 1); of a prefill: streams per device x chunk. For
+    each row of either: the residual streams, one block of gathered entries, the attention scores
+    and queries of the device's heads. For each row of a round: the logits of the main model and of
+    the drafter, and a masked copy of both, float32.
     """
     rows = _local(streams, mesh) * (config.dspark_block_size + 1)
     chunk = default_prefill_chunk(config)
@@ -116,7 +127,10 @@ def activation_bytes(config: ModelConfig, mesh: tuple[int, int], streams: int) -
         return rows * (streams + keys + scores + queries)
 
     logits = 4 * config.vocab_size * 4
-    return max(layer(rows) + rows * logits, layer(_local(streams, mesh) * chunk) + _local(streams, mesh) * logits)
+    return max(
+        layer(rows) + rows * logits,
+        layer(_local(streams, mesh) * chunk) + _local(streams, mesh) * logits,
+    )
 
 
 def _local(streams: int, mesh: tuple[int, int]) -> int:
@@ -124,8 +138,17 @@ def _local(streams: int, mesh: tuple[int, int]) -> int:
     return -(-streams // mesh[0])
 
 
-def check(config: ModelConfig, target: Target, mesh: tuple[int, int], context: int, streams: int, accepted: float) -> None:
-    """Raises ConfigError, saying why, for what cannot be planned: the target, the mesh on it, or the numbers."""
+def check(
+    config: ModelConfig,
+    target: Target,
+    mesh: tuple[int, int],
+    context: int,
+    streams: int,
+    accepted: float,
+) -> None:
+    """Raises ConfigError, saying why, for what cannot be planned: the target, the mesh on it, or
+    the numbers.
+    """
     _check_target(target)
     _check_mesh(config, target, mesh)
     if not 1 <= context <= MAX_POSITIONS:
@@ -133,31 +156,52 @@ def check(config: ModelConfig, target: Target, mesh: tuple[int, int], context: i
     if streams < 1:
         raise ConfigError(f"streams {streams}: at least 1 is needed")
     if streams > 1 and streams % mesh[0]:
-        raise ConfigError(f"{streams} streams do not divide over the {mesh[0]} devices of the data axis; use 1 or a multiple")
+        raise ConfigError(
+            f"{streams} streams do not divide over the {mesh[0]} devices of the data axis; use 1 "
+            "or a multiple"
+        )
     if not 0 <= accepted <= config.dspark_block_size:
-        raise ConfigError(f"accepted {accepted:g}: drafts accepted per round must lie between 0 and {config.dspark_block_size}, "
-                          "the draft block")
+        raise ConfigError(
+            f"accepted {accepted:g}: drafts accepted per round must lie between 0 and "
+            f"{config.dspark_block_size}, "
+            "the draft block"
+        )
 
 
 def _check_target(target: Target) -> None:
     if target.devices < 1:
         raise ConfigError(f"{target.name}: at least 1 device is needed")
     if not 0 < target.memory < math.inf:
-        raise ConfigError(f"{target.name}: the memory of a device must be more than 0 bytes and finite, got {target.memory:g}")
+        raise ConfigError(
+            f"{target.name}: the memory of a device must be more than 0 bytes and finite, got "
+            f"{target.memory:g}"
+        )
     if target.bandwidth is not None and not 0 < target.bandwidth < math.inf:
-        raise ConfigError(f"{target.name}: the bandwidth of a device must be more than 0 and finite, got {target.bandwidth:g}")
+        raise ConfigError(
+            f"{target.name}: the bandwidth of a device must be more than 0 and finite, got "
+            f"{target.bandwidth:g}"
+        )
 
 
 def _check_mesh(config: ModelConfig, target: Target, mesh: tuple[int, int]) -> None:
     """The mesh must be all of the target's devices, and the model must divide over it."""
     devices = target.devices
     if math.prod(mesh) != devices:
-        raise ConfigError(f"mesh {mesh[0]}x{mesh[1]} takes {math.prod(mesh)} devices, but there are {devices} ({target.name}); "
-                          f"its sizes must multiply to {devices}, such as 1x{devices}")
+        raise ConfigError(
+            f"mesh {mesh[0]}x{mesh[1]} takes {math.prod(mesh)} devices, but there are {devices} "
+            f"({target.name}); its sizes must multiply to {devices}, such as 1x{devices}"
+        )
     check_divides(config, mesh[1], f"mesh {mesh[0]}x{mesh[1]}")
 
 
-def make_plan(config: ModelConfig, target: Target, mesh: tuple[int, int], context: int, streams: int, accepted: float) -> Plan:
+def make_plan(
+    config: ModelConfig,
+    target: Target,
+    mesh: tuple[int, int],
+    context: int,
+    streams: int,
+    accepted: float,
+) -> Plan:
     """accepted: drafts accepted per round, assumed for the speculative estimate."""
     check(config, target, mesh, context, streams, accepted)
     parameters = parameter_bytes(config, mesh)
@@ -170,9 +214,28 @@ def make_plan(config: ModelConfig, target: Target, mesh: tuple[int, int], contex
         return held + _local(streams, mesh) * cache_bytes(config, context) <= target.memory
 
     longest = _largest(lambda n: fits(n * 1024, streams), MAX_POSITIONS // 1024) * 1024
-    most = _largest(lambda n: fits(context, n * mesh[0]), int(target.memory // per_stream)) * mesh[0]  # caches alone bound n
-    speed = None if target.bandwidth is None else estimate_speed(config, target, mesh, context, streams, accepted)
-    return Plan(target, mesh, context, streams, parameters, per_stream, activations, total, total <= target.memory, longest, most, speed)
+    most = (
+        _largest(lambda n: fits(context, n * mesh[0]), int(target.memory // per_stream)) * mesh[0]
+    )  # caches alone bound n
+    speed = (
+        None
+        if target.bandwidth is None
+        else estimate_speed(config, target, mesh, context, streams, accepted)
+    )
+    return Plan(
+        target,
+        mesh,
+        context,
+        streams,
+        parameters,
+        per_stream,
+        activations,
+        total,
+        total <= target.memory,
+        longest,
+        most,
+        speed,
+    )
 
 
 def _largest(holds, most: int) -> int:
@@ -185,21 +248,38 @@ def _largest(holds, most: int) -> int:
 
 
 def distinct_experts(config: ModelConfig, rows: int) -> float:
-    """Expected number of distinct experts that `rows` rows choose, if they choose evenly and independently."""
+    """Expected number of distinct experts that `rows` rows choose, if they choose evenly and
+    independently.
+    """
     e, a = config.n_routed_experts, config.num_experts_per_tok
     return e * (1 - (1 - a / e) ** rows)
 
 
-def estimate_speed(config: ModelConfig, target: Target, mesh: tuple[int, int], context: int, streams: int, accepted: float) -> dict:
-    """Tokens per second of one stream if a step took exactly the time to read what it needs from memory once:
+def estimate_speed(
+    config: ModelConfig,
+    target: Target,
+    mesh: tuple[int, int],
+    context: int,
+    streams: int,
+    accepted: float,
+) -> dict:
+    """Tokens per second of one stream if a step took exactly the time to read what it needs from
+    memory once:
 
         plain       = bandwidth / (dense + head + distinct experts of B rows + caches)
-        speculative = (accepted + 1) * bandwidth / (the same for B*(K+1) rows + draft stages + head copy + distinct experts of B*K rows)
+        speculative = (accepted + 1) * bandwidth / (the same for B*(K+1) rows + draft stages + head
+        copy + distinct experts of B*K rows)
 
     An upper bound: it leaves out communication, arithmetic and launch overhead.
     """
-    parameters, local, block = parameter_bytes(config, mesh), _local(streams, mesh), config.dspark_block_size
-    per_expert = parameters["experts"] * mesh[1] / (config.num_hidden_layers * config.n_routed_experts)
+    parameters, local, block = (
+        parameter_bytes(config, mesh),
+        _local(streams, mesh),
+        config.dspark_block_size,
+    )
+    per_expert = (
+        parameters["experts"] * mesh[1] / (config.num_hidden_layers * config.n_routed_experts)
+    )
     head = parameters["embedding and head"] // 2
 
     def experts(rows, layers):
@@ -215,17 +295,24 @@ def estimate_speed(config: ModelConfig, target: Target, mesh: tuple[int, int], c
         "bytes_per_round": int(draft + verify),
         "assumed_accepted_per_round": accepted,
         "plain_tokens_per_second_per_stream": target.bandwidth / plain,
-        "speculative_tokens_per_second_per_stream": (accepted + 1) * target.bandwidth / (draft + verify),
+        "speculative_tokens_per_second_per_stream": (accepted + 1)
+        * target.bandwidth
+        / (draft + verify),
     }
 
 
 def _cache_read(config: ModelConfig, context: int) -> int:
-    """Bytes of one stream's cache that a step reads: windows, all plain entries, all indexer keys and the entries they choose."""
+    """Bytes of one stream's cache that a step reads: windows, all plain entries, all indexer keys
+    and the entries they choose.
+    """
     total = 0
     for kind in layer_kinds(config):
         read = config.sliding_window * config.head_dim
         if kind.overlapped:
-            read += context // 4 * config.index_head_dim + min(config.index_topk, context // 4) * config.head_dim
+            read += (
+                context // 4 * config.index_head_dim
+                + min(config.index_topk, context // 4) * config.head_dim
+            )
         elif kind.ratio:
             read += context // kind.ratio * config.head_dim
         total += 2 * read

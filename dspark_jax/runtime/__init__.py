@@ -1,1 +1,3 @@
-"""What a process runs on: compiler options, the mesh and its collectives, several processes, Ctrl-C."""
+"""What a process runs on: compiler options, the mesh and its collectives, several processes,
+Ctrl-C.
+"""

@@ -1,11 +1,12 @@
 """Ctrl-C that cannot get lost."""
+
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import signal
 import threading
-from typing import Iterator
+from collections.abc import Iterator
 
 
 @dataclasses.dataclass
@@ -17,8 +18,9 @@ class Interrupt:
 
 @contextlib.contextmanager
 def watch_interrupts() -> Iterator[Interrupt]:
-    """Within it Ctrl-C raises KeyboardInterrupt as always, and is remembered too: within a callback of the runtime Python drops the
-    exception. Changes nothing outside the main thread, nor where the signal is ignored, as by nohup.
+    """Within it Ctrl-C raises KeyboardInterrupt as always, and is remembered too: within a callback
+    of the runtime Python drops the exception. Changes nothing outside the main thread, nor where
+    the signal is ignored, as by nohup.
     """
     interrupt = Interrupt()
 

@@ -1,26 +1,33 @@
-"""Where every array lives and how devices work together: the mesh, the table from logical axes to mesh axes, the collectives.
+"""Where every array lives and how devices work together: the mesh, the table from logical axes to
+mesh axes, the collectives.
 
-A mesh has two axes. "data": streams are dealt out over it. "model": heads, output groups, index heads, routed experts and the
-main model's vocabulary are. Everything else is replicated. One device is the mesh (1, 1).
+A mesh has two axes. "data": streams are dealt out over it. "model": heads, output groups, index
+heads, routed experts and the main model's vocabulary are. Everything else is replicated. One device
+is the mesh (1, 1).
 
-Programs run under `on_mesh`: the code of the layers sees one device's part of every array, takes sizes from what it sees, and
-communicates only where it calls `sum_over_model` or `gather_over_model`. Called without `on_mesh`, it sees whole arrays and these
-return their argument; training and tests of single parts do so.
+Programs run under `on_mesh`: the code of the layers sees one device's part of every array, takes
+sizes from what it sees, and communicates only where it calls `sum_over_model` or
+`gather_over_model`. Called without `on_mesh`, it sees whole arrays and these return their argument;
+training and tests of single parts do so.
 
-Collectives of a step, all over "model" and no others (tests/test_sharding.py counts them in the compiled text):
-* embedding lookup: each device has a range of the vocabulary and gives zeros for the other ids (all-reduce);
+Collectives of a step, all over "model" and no others (tests/test_sharding.py counts them in the
+compiled text):
+* embedding lookup: each device has a range of the vocabulary and gives zeros for the other ids
+  (all-reduce);
 * indexer scores: summed over index heads (all-reduce, one for each block of entries);
 * attention's output projection: summed over output groups (all-reduce);
 * routed experts, before the shared expert is added: summed over the experts' devices (all-reduce);
 * main logits: put together from ranges of the vocabulary (all-gather);
-* where a shard boundary cuts a quantisation block, which only tiny sizes have: the block's largest magnitude (all-reduce).
-Rows of the data axis never wait for each other within a round, and their loops may end at different counts. After a call of
-rounds they agree on the largest count; where they lie in several processes, what the host wants to know is gathered (`fetch`).
+* where a shard boundary cuts a quantisation block, which only tiny sizes have: the block's largest
+magnitude (all-reduce). Rows of the data axis never wait for each other within a round, and their
+loops may end at different counts. After a call of rounds they agree on the largest count; where
+they lie in several processes, what the host wants to know is gathered (`fetch`).
 """
+
 from __future__ import annotations
 
 import functools
-from typing import Callable
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -52,55 +59,85 @@ COUNTS = {
 
 
 def make_mesh(data: int = 1, model: int = 1, devices=None) -> Mesh:
-    """A mesh of data x model devices, the first ones of `devices` (None: all that there are, of all processes).
+    """A mesh of data x model devices, the first ones of `devices` (None: all that there are, of all
+    processes).
 
-    The axes are Auto (`jax.make_mesh` makes Explicit ones by default): a program is one `jax.shard_map` over both axes, so there
-    is nothing for shardings in types to decide, and small things on the host's side (commit, joining logits) need no annotations.
+    The axes are Auto (`jax.make_mesh` makes Explicit ones by default): a program is one
+    `jax.shard_map` over both axes, so there is nothing for shardings in types to decide, and small
+    things on the host's side (commit, joining logits) need no annotations.
     """
     devices = list(jax.devices() if devices is None else devices)
     if data < 1 or model < 1:
         raise ConfigError(f"mesh: {data}x{model} is no mesh; both sizes must be at least 1")
     if data * model > len(devices):
-        raise ConfigError(f"mesh: {data}x{model} needs {data * model} devices, there are {len(devices)}")
-    return Mesh(np.array(devices[:data * model]).reshape(data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+        raise ConfigError(
+            f"mesh: {data}x{model} needs {data * model} devices, there are {len(devices)}"
+        )
+    return Mesh(
+        np.array(devices[: data * model]).reshape(data, model),
+        (DATA, MODEL),
+        axis_types=(AxisType.Auto,) * 2,
+    )
 
 
 def parse_mesh(text: str) -> tuple[int, int]:
-    """"1x4" -> (1, 4): the sizes of the data and the model axis."""
+    """ "1x4" -> (1, 4): the sizes of the data and the model axis."""
     parts = text.lower().split("x")
     if len(parts) != 2 or not all(part.isdecimal() for part in parts):
         raise ConfigError(f"mesh: {text!r} is not DATAxMODEL, such as 1x4")
     return int(parts[0]), int(parts[1])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def single_device() -> Mesh:
     """The mesh (1, 1) of this process's first device."""
     return make_mesh(devices=jax.local_devices()[:1])
 
 
 def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
-    """Raises ConfigError naming the axes of the mesh, or every size of the model that does not divide over it."""
+    """Raises ConfigError naming the axes of the mesh, or every size of the model that does not
+    divide over it.
+    """
     if not isinstance(mesh, Mesh) or mesh.axis_names != (DATA, MODEL):
-        raise ConfigError(f"mesh: {mesh!r} is no mesh with the axes {(DATA, MODEL)}; use dspark_jax.make_mesh(data, model)")
+        raise ConfigError(
+            f"mesh: {mesh!r} is no mesh with the axes {(DATA, MODEL)}; use "
+            "dspark_jax.make_mesh(data, model)"
+        )
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ConfigError("mesh: its axes must be Auto, and jax.make_mesh makes Explicit ones; use dspark_jax.make_mesh(data, model)")
+        raise ConfigError(
+            "mesh: its axes must be Auto, and jax.make_mesh makes Explicit ones; use "
+            "dspark_jax.make_mesh(data, model)"
+        )
     check_divides(config, mesh.shape[MODEL], "mesh")
 
 
 def check_divides(config: ModelConfig, shards: int, where: str) -> None:
-    """Raises ConfigError, beginning with `where`, naming every size of the model that does not divide over `shards` devices."""
-    wrong = [f"{key} is {getattr(config, key)}" for key in COUNTS.values() if getattr(config, key) % shards]
+    """Raises ConfigError, beginning with `where`, naming every size of the model that does not
+    divide over `shards` devices.
+    """
+    wrong = [
+        f"{key} is {getattr(config, key)}"
+        for key in COUNTS.values()
+        if getattr(config, key) % shards
+    ]
     if wrong:
-        raise ConfigError(f"{where}: the model axis has {shards} devices, over which these do not divide: {', '.join(wrong)}")
+        raise ConfigError(
+            f"{where}: the model axis has {shards} devices, over which these do not divide: "
+            f"{', '.join(wrong)}"
+        )
 
 
 def check_processes(mesh: Mesh) -> None:
-    """Raises ConfigError, in all of the processes that run together alike, where one of them has no device in the mesh."""
+    """Raises ConfigError, in all of the processes that run together alike, where one of them has no
+    device in the mesh.
+    """
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if idle:
-        raise ConfigError(f"mesh: {mesh.shape[DATA]}x{mesh.shape[MODEL]} has no device of process {', '.join(map(str, sorted(idle)))}; "
-                          f"there are {jax.device_count()} devices in {jax.process_count()} processes, use all of them")
+        raise ConfigError(
+            f"mesh: {mesh.shape[DATA]}x{mesh.shape[MODEL]} has no device of process "
+            f"{', '.join(map(str, sorted(idle)))}; there are {jax.device_count()} devices in "
+            f"{jax.process_count()} processes, use all of them"
+        )
 
 
 def parameter_spec(declared) -> PartitionSpec:
@@ -115,6 +152,7 @@ def parameter_spec(declared) -> PartitionSpec:
 
 def parameter_specs(state: nnx.State):
     """How the parameters of a module are cut; one without a declaration is whole everywhere."""
+
     def of(variable):
         declared = variable.get_metadata().get("declared")
         return PartitionSpec() if declared is None else parameter_spec(declared)
@@ -123,7 +161,8 @@ def parameter_specs(state: nnx.State):
 
 
 def stream_axis(mesh: Mesh, streams: int) -> str | None:
-    """The mesh axis that `streams` streams are dealt out over. A single stream is computed by every row of the mesh alike.
+    """The mesh axis that `streams` streams are dealt out over. A single stream is computed by every
+    row of the mesh alike.
 
     Raises ConfigError if they do not divide.
     """
@@ -131,7 +170,9 @@ def stream_axis(mesh: Mesh, streams: int) -> str | None:
     if streams == 1:
         return None
     if streams % rows:
-        raise ConfigError(f"mesh: {streams} streams do not divide over the {rows} devices of the data axis")
+        raise ConfigError(
+            f"mesh: {streams} streams do not divide over the {rows} devices of the data axis"
+        )
     return RULES["streams"]
 
 
@@ -142,7 +183,9 @@ def stream_spec(mesh: Mesh, streams: int, axis: int = 0) -> PartitionSpec:
 
 
 def cache_specs(mesh: Mesh, cache):
-    """How a Cache (arrays or shapes) is cut: by streams, the only axis of the position and the second one of every other leaf."""
+    """How a Cache (arrays or shapes) is cut: by streams, the only axis of the position and the
+    second one of every other leaf.
+    """
     streams = cache.position.shape[0]
     return jax.tree.map(lambda leaf: stream_spec(mesh, streams, min(leaf.ndim - 1, 1)), cache)
 
@@ -162,11 +205,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def on_mesh(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
-    """function as each device runs it on its own part of the arguments. Specs: trees of PartitionSpecs or prefixes of them.
+    """function as each device runs it on its own part of the arguments. Specs: trees of
+    PartitionSpecs or prefixes of them.
 
     A result must be the same on devices that hold the same part of it; collectives see to it.
     """
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def model_shards() -> int:
@@ -187,7 +233,9 @@ def sum_over_model(x: jax.Array) -> jax.Array:
 
 
 def max_over_data(x: jax.Array) -> jax.Array:
-    """The largest of the rows of the data axis: where their loops of rounds end at different counts."""
+    """The largest of the rows of the data axis: where their loops of rounds end at different
+    counts.
+    """
     return jax.lax.pmax(x, DATA) if jax.lax.axis_size(DATA) > 1 else x
 
 
@@ -203,12 +251,14 @@ def replicate(mesh: Mesh, x):
     return _replicating(mesh)(x)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _replicating(mesh: Mesh):
     return jax.jit(lambda x: x, out_shardings=replicated(mesh))
 
 
 def fetch(mesh: Mesh, tree):
-    """The values of a tree of arrays on the host. Where streams lie with other processes, theirs are gathered first."""
+    """The values of a tree of arrays on the host. Where streams lie with other processes, theirs
+    are gathered first.
+    """
     apart = mesh.is_multi_process and mesh.shape[DATA] > 1
     return jax.device_get(replicate(mesh, tree) if apart else tree)

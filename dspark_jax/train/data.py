@@ -1,8 +1,11 @@
-"""Token streams for training: fetch, tokenise, split, and batches that are a pure function of (seed, step).
+"""Token streams for training: fetch, tokenise, split, and batches that are a pure function of
+(seed, step).
 
-Windows of `length + 1` tokens start where a prompt would (a paragraph, a top-level definition, a generated document) and run over
-what follows (documents end with the eos token). The last part of the documents (or of a novel) is held out.
+Windows of `length + 1` tokens start where a prompt would (a paragraph, a top-level definition, a
+generated document) and run over what follows (documents end with the eos token). The last part of
+the documents (or of a novel) is held out.
 """
+
 import json
 import re
 from collections.abc import Callable
@@ -16,10 +19,29 @@ from dspark_jax.train import sources, synthetic
 from dspark_jax.train import tokenizer as tokenizers
 
 # share of the windows, by kind; and what the kinds are reported as
-MIXTURE = {"prose": 0.29, "code": 0.19, "functions": 0.10, "math": 0.11, "count": 0.11, "cycle": 0.20}
+MIXTURE = {
+    "prose": 0.29,
+    "code": 0.19,
+    "functions": 0.10,
+    "math": 0.11,
+    "count": 0.11,
+    "cycle": 0.20,
+}
 # and in the last third of the main model's steps, and for the drafter: more of what has to be exact
-LATE_MIXTURE = {"prose": 0.22, "code": 0.12, "functions": 0.12, "math": 0.11, "count": 0.13, "cycle": 0.30}
-REPORTED = {"prose": ("prose",), "code": ("code", "functions"), "math": ("math",), "repeat": ("count", "cycle")}
+LATE_MIXTURE = {
+    "prose": 0.22,
+    "code": 0.12,
+    "functions": 0.12,
+    "math": 0.11,
+    "count": 0.13,
+    "cycle": 0.30,
+}
+REPORTED = {
+    "prose": ("prose",),
+    "code": ("code", "functions"),
+    "math": ("math",),
+    "repeat": ("count", "cycle"),
+}
 GENERATED_BYTES = 3_000_000  # of each generated kind
 HELD_OUT = 0.03
 
@@ -27,6 +49,7 @@ HELD_OUT = 0.03
 @dataclass(frozen=True)
 class Stream:
     """One kind of text. `tokens` uint16 [n]; `starts` int64 [m]: where a window may start."""
+
     tokens: np.ndarray
     starts: np.ndarray
 
@@ -34,37 +57,57 @@ class Stream:
         """-> int32 [length]: the window chosen by u in [0, 1)."""
         usable = int(np.searchsorted(self.starts, len(self.tokens) - length, side="right"))
         at = int(self.starts[int(u * usable)])
-        return self.tokens[at:at + length].astype(np.int32)
+        return self.tokens[at : at + length].astype(np.int32)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Every kind's training and held-out stream. `token_bytes` int32 [V]: bytes of text per token id."""
+    """Every kind's training and held-out stream. `token_bytes` int32 [V]: bytes of text per token
+    id.
+    """
+
     train: dict[str, Stream]
     held_out: dict[str, Stream]
     token_bytes: np.ndarray
     seed: int
 
-    def batch(self, step: int, rows: int, length: int, late: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """-> int32 [rows, length + 1] and int32 [rows]: the training windows of `step` and their kinds, by place in MIXTURE.
+    def batch(
+        self, step: int, rows: int, length: int, late: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """-> int32 [rows, length + 1] and int32 [rows]: the training windows of `step` and their
+        kinds, by place in MIXTURE.
 
-        late: of LATE_MIXTURE. The same whenever it is asked for. Kinds are stratified within the batch.
+        late: of LATE_MIXTURE. The same whenever it is asked for. Kinds are stratified within the
+          batch.
         """
         rng = np.random.default_rng([self.seed, step])
         edges = np.cumsum(list((LATE_MIXTURE if late else MIXTURE).values()))
-        kinds = np.searchsorted(edges / edges[-1], (rng.random() + np.arange(rows)) / rows, side="right")
+        kinds = np.searchsorted(
+            edges / edges[-1], (rng.random() + np.arange(rows)) / rows, side="right"
+        )
         names = list(MIXTURE)
         kinds = rng.permutation(kinds).astype(np.int32)
-        return np.stack([self.train[names[k]].window(u, length + 1) for k, u in zip(kinds, rng.random(rows), strict=True)]), kinds
+        return np.stack(
+            [
+                self.train[names[k]].window(u, length + 1)
+                for k, u in zip(kinds, rng.random(rows), strict=True)
+            ]
+        ), kinds
 
     def held_out_windows(self, kind: str, rows: int, length: int) -> np.ndarray:
         """-> int32 [rows, length + 1]: fixed held-out windows of a kind of MIXTURE."""
-        return np.stack([self.held_out[kind].window((i + 0.5) / rows, length + 1) for i in range(rows)])
+        return np.stack(
+            [self.held_out[kind].window((i + 0.5) / rows, length + 1) for i in range(rows)]
+        )
 
     def frequencies(self, vocab_size: int) -> np.ndarray:
         """-> float64 [V]: how often each token id is met in training, by the mixture."""
-        counts = [share * np.bincount(self.train[kind].tokens, minlength=vocab_size) / len(self.train[kind].tokens)
-                  for kind, share in MIXTURE.items()]
+        counts = [
+            share
+            * np.bincount(self.train[kind].tokens, minlength=vocab_size)
+            / len(self.train[kind].tokens)
+            for kind, share in MIXTURE.items()
+        ]
         return np.sum(counts, axis=0)
 
 
@@ -93,14 +136,19 @@ def _encode(tokenizer: Tokenizer, kind: str, documents: list[str]) -> Stream:
 def _split(kind: str, documents: list[str]) -> tuple[list[str], list[str]]:
     """-> (train, held out): the last part of each novel, else every n-th document."""
     if kind == "prose" and len(documents) < 20:
-        cuts = [document.rfind("\n\n", 0, int(len(document) * (1 - HELD_OUT))) + 2 for document in documents]
+        cuts = [
+            document.rfind("\n\n", 0, int(len(document) * (1 - HELD_OUT))) + 2
+            for document in documents
+        ]
         return [d[:c] for d, c in zip(documents, cuts)], [d[c:] for d, c in zip(documents, cuts)]
     every = round(1 / HELD_OUT)
     return [d for i, d in enumerate(documents) if i % every], documents[::every]
 
 
 def prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None]) -> None:
-    """Stage `data`: fetches and generates the text, trains the tokenizer; writes tokenizer.json, corpus.npz, sources.json."""
+    """Stage `data`: fetches and generates the text, trains the tokenizer; writes tokenizer.json,
+    corpus.npz, sources.json.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     texts, origin = {}, {}
     for kind, fetch in (("prose", sources.prose), ("code", sources.code)):
@@ -110,24 +158,38 @@ def prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None])
         texts[kind] = synthetic.documents(kind, seed, GENERATED_BYTES)
         origin[kind] = f"generated, {sum(map(len, texts[kind])) / 1e6:.1f} MB"
     split = {kind: _split(kind, documents) for kind, documents in texts.items()}
-    sample = [text for kind, (train, _) in split.items() for text in _prefix(train, int(8e6 * MIXTURE[kind]))]
+    sample = [
+        text
+        for kind, (train, _) in split.items()
+        for text in _prefix(train, int(8e6 * MIXTURE[kind]))
+    ]
     tokenizer = tokenizers.build(sample, vocab_size)
     arrays = {}
     for kind, parts in split.items():
         for part, documents in zip(("train", "held_out"), parts, strict=True):
             stream = _encode(tokenizer, kind, documents)
-            arrays |= {f"{part}.{kind}.tokens": stream.tokens, f"{part}.{kind}.starts": stream.starts}
+            arrays |= {
+                f"{part}.{kind}.tokens": stream.tokens,
+                f"{part}.{kind}.starts": stream.starts,
+            }
             if part == "train":
                 size = sum(len(d.encode()) for d in documents)
-                say(f"{kind}: {len(stream.tokens) / 1e6:.2f} M tokens, {size / len(stream.tokens):.2f} bytes a token")
-    np.savez(cache / "corpus.npz", token_bytes=np.array(tokenizers.token_bytes(tokenizer), np.int32), **arrays)
+                say(
+                    f"{kind}: {len(stream.tokens) / 1e6:.2f} M tokens, "
+                    f"{size / len(stream.tokens):.2f} bytes a token"
+                )
+    np.savez(
+        cache / "corpus.npz",
+        token_bytes=np.array(tokenizers.token_bytes(tokenizer), np.int32),
+        **arrays,
+    )
     tokenizer.save(str(cache / "tokenizer.json"))
     (cache / "sources.json").write_text(json.dumps(origin, indent=1))
 
 
 def _prefix(documents: list[str], size: int) -> list[str]:
     """The first documents, about `size` characters of them, a long one in parts."""
-    parts = [d[i:i + 20_000] for d in documents for i in range(0, len(d), 20_000)]
+    parts = [d[i : i + 20_000] for d in documents for i in range(0, len(d), 20_000)]
     keep = max(1, min(len(parts), int(size / (sum(map(len, parts)) / len(parts)))))
     return [parts[i * len(parts) // keep] for i in range(keep)]
 
@@ -136,8 +198,15 @@ def load(cache: Path, seed: int) -> Corpus:
     """Reads what `prepare` wrote; FileNotFoundError names the stage to run."""
     path = cache / "corpus.npz"
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `python -m dspark_jax.train data --cache {cache}` first")
+        raise FileNotFoundError(
+            f"{path} is missing: run `python -m dspark_jax.train data --cache {cache}` first"
+        )
     with np.load(path) as arrays:
+
         def streams(part):
-            return {k: Stream(arrays[f"{part}.{k}.tokens"], arrays[f"{part}.{k}.starts"]) for k in MIXTURE}
+            return {
+                k: Stream(arrays[f"{part}.{k}.tokens"], arrays[f"{part}.{k}.starts"])
+                for k in MIXTURE
+            }
+
         return Corpus(streams("train"), streams("held_out"), arrays["token_bytes"], seed)

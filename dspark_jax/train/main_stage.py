@@ -1,15 +1,18 @@
-"""Training of the main model: next-token cross-entropy, the indexer's own loss, and router balance without a loss.
+"""Training of the main model: next-token cross-entropy, the indexer's own loss, and router balance
+without a loss.
 
-While top-k covers every compressed entry the indexer gets no gradient from the output, so it learns to predict how much attention
-each entry is paid: cross-entropy to the attention mass over entries, with its inputs detached.
+While top-k covers every compressed entry the indexer gets no gradient from the output, so it learns
+to predict how much attention each entry is paid: cross-entropy to the attention mass over entries,
+with its inputs detached.
 """
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dspark_jax.model import whole_sequence
 from dspark_jax.config import ModelConfig
+from dspark_jax.model import whole_sequence
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.main import MainModel
 from dspark_jax.model.parameters import RandomSource
@@ -22,23 +25,36 @@ BALANCE_RATE = 0.004  # in the unit of router scores, a step; falls to 0 with th
 
 
 class BalancedTables:
-    """Random values, but hash tables that give every expert an equal share of the text. frequencies [V] of the ids."""
+    """Random values, but hash tables that give every expert an equal share of the text. frequencies
+    [V] of the ids.
+    """
 
     packed_experts = columns_first = False
 
     def __init__(self, seed: int, frequencies: np.ndarray):
-        self._random, self._rng, self._frequencies = RandomSource(seed), np.random.default_rng(seed), frequencies
+        self._random, self._rng, self._frequencies = (
+            RandomSource(seed),
+            np.random.default_rng(seed),
+            frequencies,
+        )
 
     def __call__(self, declared, prefixes):
         if not declared.init.startswith("hash"):
             return self._random(declared, prefixes)
         experts = int(declared.init.removeprefix("hash"))
-        tables = [balanced_table(self._frequencies, experts, declared.shape[-1], self._rng) for _ in prefixes]
+        tables = [
+            balanced_table(self._frequencies, experts, declared.shape[-1], self._rng)
+            for _ in prefixes
+        ]
         return jnp.asarray(np.stack(tables), jnp.int32)
 
 
-def balanced_table(frequencies: np.ndarray, experts: int, active: int, rng: np.random.Generator) -> np.ndarray:
-    """-> int [V, active]: `active` distinct experts a token id, the frequent ids spread so that the experts' loads agree."""
+def balanced_table(
+    frequencies: np.ndarray, experts: int, active: int, rng: np.random.Generator
+) -> np.ndarray:
+    """-> int [V, active]: `active` distinct experts a token id, the frequent ids spread so that the
+    experts' loads agree.
+    """
     load, table = np.zeros(experts), np.zeros((len(frequencies), active), int)
     for token in np.argsort(-frequencies - 1e-12 * rng.random(len(frequencies))):
         chosen = np.lexsort((rng.random(experts), load))[:active]
@@ -47,11 +63,19 @@ def balanced_table(frequencies: np.ndarray, experts: int, active: int, rng: np.r
     return table
 
 
-def build(config: ModelConfig, seed: int, frequencies: np.ndarray) -> tuple[weights.Parts, nnx.GraphDef, dict]:
-    """-> the float model taken apart, its twin's structure (quantised activations), and the official prefixes by path."""
+def build(
+    config: ModelConfig, seed: int, frequencies: np.ndarray
+) -> tuple[weights.Parts, nnx.GraphDef, dict]:
+    """-> the float model taken apart, its twin's structure (quantised activations), and the
+    official prefixes by path.
+    """
     source = weights.PrefixSource(BalancedTables(seed, frequencies))
     model = MainModel(config, Numerics("float32", activation_quant=False), source)
-    twin = nnx.split(MainModel(config, Numerics("float32", activation_quant=True), RandomSource(seed)), nnx.Param, ...)[0]
+    twin = nnx.split(
+        MainModel(config, Numerics("float32", activation_quant=True), RandomSource(seed)),
+        nnx.Param,
+        ...,
+    )[0]
     return weights.take_apart(model), twin, source.prefixes(model)
 
 
@@ -64,7 +88,9 @@ def token_losses(model: MainModel, tokens: jax.Array):
 
 
 def _index_loss(layer: whole_sequence.LayerAux) -> jax.Array:
-    """Mean cross-entropy, nats a row, of the indexer's softmax to the attention over compressed entries; summed over layers."""
+    """Mean cross-entropy, nats a row, of the indexer's softmax to the attention over compressed
+    entries; summed over layers.
+    """
     if layer.index_scores is None:
         return jnp.zeros(())
     target = layer.index_target / (layer.index_target.sum(-1, keepdims=True) + 1e-9)
@@ -83,9 +109,19 @@ def _load(config: ModelConfig, aux) -> dict[str, jax.Array]:
     return out
 
 
-def task(config: ModelConfig, parts: weights.Parts, twin: nnx.GraphDef, corpus: data.Corpus, steps: int, rows: int, length: int,
-         rates: tuple[float, float], late_from: int) -> Task:
-    """rates: peak learning rates of Muon and of Adam. late_from: the step from which on the late mixture of text is read.
+def task(
+    config: ModelConfig,
+    parts: weights.Parts,
+    twin: nnx.GraphDef,
+    corpus: data.Corpus,
+    steps: int,
+    rows: int,
+    length: int,
+    rates: tuple[float, float],
+    late_from: int,
+) -> Task:
+    """rates: peak learning rates of Muon and of Adam. late_from: the step from which on the late
+    mixture of text is read.
 
     The last fifth of the steps runs through the checkpoint's storage.
     """
@@ -98,8 +134,13 @@ def task(config: ModelConfig, parts: weights.Parts, twin: nnx.GraphDef, corpus: 
         nats, aux = token_losses(model, batch["tokens"])
         index = sum(_index_loss(layer) for members in aux for layer in members)
         kinds = jax.nn.one_hot(batch["kinds"], len(KINDS))
-        measures = {"nats": nats.sum(1) @ kinds, "bytes": token_bytes[batch["tokens"][:, 1:]].sum(1) @ kinds, "index": index,
-                    "tokens_loss": nats.mean(), "load": _load(config, aux)}
+        measures = {
+            "nats": nats.sum(1) @ kinds,
+            "bytes": token_bytes[batch["tokens"][:, 1:]].sum(1) @ kinds,
+            "index": index,
+            "tokens_loss": nats.mean(),
+            "load": _load(config, aux),
+        }
         return nats.mean() + index, measures
 
     def batch(step):
@@ -108,11 +149,22 @@ def task(config: ModelConfig, parts: weights.Parts, twin: nnx.GraphDef, corpus: 
 
     def after(params, measures, step):
         rate = BALANCE_RATE * jnp.minimum(1.0, (steps - step) / decay)
-        return params | {path: optimiser.balanced(params[path], load, rate) for path, load in measures["load"].items()}
+        return params | {
+            path: optimiser.balanced(params[path], load, rate)
+            for path, load in measures["load"].items()
+        }
 
     schedules = [optimiser.schedule(rate, steps, warmup, decay) for rate in rates]
-    return Task("main", loss, batch, optimiser.make(parts.tensors, *schedules), parts.storages, steps,
-                steps - max(1, steps // 5), after)
+    return Task(
+        "main",
+        loss,
+        batch,
+        optimiser.make(parts.tensors, *schedules),
+        parts.storages,
+        steps,
+        steps - max(1, steps // 5),
+        after,
+    )
 
 
 def bits_per_byte(measures: dict, kinds: tuple[str, ...]) -> float:
@@ -122,7 +174,9 @@ def bits_per_byte(measures: dict, kinds: tuple[str, ...]) -> float:
     return float(measures["nats"][index].sum() / np.log(2) / size) if size else float("nan")
 
 
-def held_out(model: MainModel, corpus: data.Corpus, rows: int = 12, length: int = 256) -> dict[str, float]:
+def held_out(
+    model: MainModel, corpus: data.Corpus, rows: int = 12, length: int = 256
+) -> dict[str, float]:
     """Bits per byte of held-out text, by reported kind."""
     run = nnx.jit(lambda model, tokens: token_losses(model, tokens)[0])
     measures = {"nats": np.zeros(len(KINDS)), "bytes": np.zeros(len(KINDS))}

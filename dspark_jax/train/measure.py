@@ -1,4 +1,5 @@
 """What the finished checkpoint can do, through the library's own `load` and `generate`."""
+
 import re
 import time
 from pathlib import Path
@@ -6,30 +7,65 @@ from pathlib import Path
 import dspark_jax as dspark
 
 PROMPTS = {
-    "prose": ("It was a fine morning, and", "She had not been in the house long before", "\"My dear,\" said Mr. Bennet,",
-              "Emma was very happy to see"),
-    "code": ("def add(a, b):", "def total(items):\n    result = 0", "class Point:\n    def __init__(self, x, y):",
-             "def is_even(n):\n    return"),
-    "math": ("3 + 4 = 7\n5 + 2 = 7\n6 + 3 =", "7 x 1 = 7\n7 x 2 = 14\n7 x 3 =", "What is 8 - 3? 5.\nWhat is 9 - 4?",
-             "12 + 1 = 13\n12 + 2 = 14\n12 + 3 ="),
-    "repeat": ("red green blue red green", "one two three one two three one", "1 2 3 4 5 6 7",
-               "The cat sat on the mat. The cat sat on the mat. The"),
+    "prose": (
+        "It was a fine morning, and",
+        "She had not been in the house long before",
+        '"My dear," said Mr. Bennet,',
+        "Emma was very happy to see",
+    ),
+    "code": (
+        "def add(a, b):",
+        "def total(items):\n    result = 0",
+        "class Point:\n    def __init__(self, x, y):",
+        "def is_even(n):\n    return",
+    ),
+    "math": (
+        "3 + 4 = 7\n5 + 2 = 7\n6 + 3 =",
+        "7 x 1 = 7\n7 x 2 = 14\n7 x 3 =",
+        "What is 8 - 3? 5.\nWhat is 9 - 4?",
+        "12 + 1 = 13\n12 + 2 = 14\n12 + 3 =",
+    ),
+    "repeat": (
+        "red green blue red green",
+        "one two three one two three one",
+        "1 2 3 4 5 6 7",
+        "The cat sat on the mat. The cat sat on the mat. The",
+    ),
 }
-COUNTS = ((1, 7), (5, 8), (17, 22), (34, 40), (95, 99), (126, 131), (196, 199), (345, 349), (597, 602), (888, 893))
+COUNTS = (
+    (1, 7),
+    (5, 8),
+    (17, 22),
+    (34, 40),
+    (95, 99),
+    (126, 131),
+    (196, 199),
+    (345, 349),
+    (597, 602),
+    (888, 893),
+)
 
 
 def acceptance(model: dspark.Model, tokens: int = 96) -> dict[str, dict]:
-    """By kind of prompt, the whole block drafted always: accepted share of drafts, tokens a round, tokens a second, texts."""
+    """By kind of prompt, the whole block drafted always: accepted share of drafts, tokens a round,
+    tokens a second, texts.
+    """
     out = {}
     for kind, prompts in PROMPTS.items():
         result = dspark.generate(model, list(prompts), max_new_tokens=tokens, stop_token_ids=[])
-        out[kind] = {"accept_rate": result.stats["accept_rate"], "tokens_per_round": result.stats["tokens_per_round"],
-                     "tokens_per_second": result.stats["tokens_per_second"], "texts": result.texts}
+        out[kind] = {
+            "accept_rate": result.stats["accept_rate"],
+            "tokens_per_round": result.stats["tokens_per_round"],
+            "tokens_per_second": result.stats["tokens_per_second"],
+            "texts": result.texts,
+        }
     return out
 
 
 def counting(model: dspark.Model, tokens: int = 48) -> tuple[int, int]:
-    """How many numbers that follow the runs of COUNTS are right, each run up to its first wrong one; and of how many."""
+    """How many numbers that follow the runs of COUNTS are right, each run up to its first wrong
+    one; and of how many.
+    """
     right = wanted = 0
     for first, last in COUNTS:
         prompt = " ".join(map(str, range(first, last + 1)))
@@ -46,4 +82,8 @@ def counting(model: dspark.Model, tokens: int = 48) -> tuple[int, int]:
 def report(path: Path) -> dict:
     """Loads the checkpoint at `path`; acceptance, counting, and how long it took in seconds."""
     started, model = time.monotonic(), dspark.load(path, max_seq_len=512)
-    return {"acceptance": acceptance(model), "counting": counting(model), "seconds": time.monotonic() - started}
+    return {
+        "acceptance": acceptance(model),
+        "counting": counting(model),
+        "seconds": time.monotonic() - started,
+    }

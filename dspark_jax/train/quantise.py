@@ -1,12 +1,15 @@
-"""What the checkpoint's storage does to a parameter, inside the training step, with straight-through gradients.
+"""What the checkpoint's storage does to a parameter, inside the training step, with
+straight-through gradients.
 
     fp8    e4m3 with one power-of-two scale for a block of 128 x 128 (edge blocks may be partial)
     fp4    e2m1 with one power-of-two scale for 32 consecutive columns
     bf16   round to bfloat16
     f32    nothing
 
-The values are those that checkpoints/writer.py stores, bit for bit, so a model that was trained through this ships unchanged.
+The values are those that checkpoints/writer.py stores, bit for bit, so a model that was trained
+through this ships unchanged.
 """
+
 import jax
 import jax.numpy as jnp
 
@@ -26,7 +29,10 @@ def _fp8(w: jax.Array) -> jax.Array:
     blocks = padded.reshape(*w.shape[:-2], rows, FP8_BLOCK, columns, FP8_BLOCK)
     amax = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True)
     scale = power_of_two_scale(jnp.maximum(amax, SMALLEST_FP8_AMAX), E4M3_MAX)
-    rounded = jnp.clip(blocks / scale, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
+    rounded = (
+        jnp.clip(blocks / scale, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        * scale
+    )
     return rounded.reshape(padded.shape)[..., :n, :k]
 
 
@@ -45,11 +51,18 @@ def _straight_through(f):
     return wrapped
 
 
-_STORAGE = {"fp8": _straight_through(_fp8), "fp4": _straight_through(_fp4), "bf16": _straight_through(_bf16), "f32": lambda w: w}
+_STORAGE = {
+    "fp8": _straight_through(_fp8),
+    "fp4": _straight_through(_fp4),
+    "bf16": _straight_through(_bf16),
+    "f32": lambda w: w,
+}
 
 
 def stored(w: jax.Array, storage: str) -> jax.Array:
-    """w float32 as it reads back from a checkpoint that stores it as `storage`; gradients pass unchanged."""
+    """w float32 as it reads back from a checkpoint that stores it as `storage`; gradients pass
+    unchanged.
+    """
     return _STORAGE[storage](w)
 
 

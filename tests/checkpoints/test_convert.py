@@ -1,5 +1,6 @@
-"""Conversion of an official checkpoint to sharded Orbax: the same bits on every mesh, every fault named, nothing half-written
-taken for whole."""
+"""Conversion of an official checkpoint to sharded Orbax: the same bits on every mesh, every fault
+named, nothing half-written taken for whole.
+"""
 
 import fcntl
 import gc
@@ -14,15 +15,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from helpers import convert_parts as parts
 import dspark_jax as dspark
 from dspark_jax.checkpoints import convert as conversion
 from dspark_jax.checkpoints.official import INDEX, OfficialCheckpoint
 from dspark_jax.checkpoints.orbax_io import MANIFEST, UNITS, ConvertedCheckpoint
 from dspark_jax.checkpoints.safetensors_file import SafetensorsFile
-from dspark_jax.commands import convert as convert_command, main
-from dspark_jax.loading.conversion import convert_checkpoint
+from dspark_jax.commands import convert as convert_command
+from dspark_jax.commands import main
 from dspark_jax.errors import CheckpointError, ConfigError
+from dspark_jax.loading.conversion import convert_checkpoint
+
+from helpers import convert_parts as parts
 from helpers.official_files import edit_header
 
 SHARD = "model-00004-of-00010.safetensors"
@@ -30,27 +33,44 @@ SHARD = "model-00004-of-00010.safetensors"
 
 # What a conversion holds.
 
+
 def test_dtypes_are_kept_and_experts_stay_packed(converted):
     config, leaves = parts.config(), ConvertedCheckpoint.open(converted).leaves()
     e, f, d = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
-    for name, shape, dtype in (("ffn.experts.w1-ffn.experts.w3.packed", (e, 2 * f, d // 2), "uint8"),
-                               ("ffn.experts.w1-ffn.experts.w3.scale", (e, 2 * f, d // 32), "uint8"),
-                               ("ffn.experts.w2.packed", (e, d, f // 2), "uint8"),
-                               ("attn.wq_a", (config.q_lora_rank, d), "bfloat16"), ("attn_norm.weight", (d,), "float32"),
-                               ("attn.attn_sink", (config.num_attention_heads,), "float32"),
-                               ("ffn.gate.tid2eid", (config.vocab_size, config.num_experts_per_tok), "int32")):
+    for name, shape, dtype in (
+        ("ffn.experts.w1-ffn.experts.w3.packed", (e, 2 * f, d // 2), "uint8"),
+        ("ffn.experts.w1-ffn.experts.w3.scale", (e, 2 * f, d // 32), "uint8"),
+        ("ffn.experts.w2.packed", (e, d, f // 2), "uint8"),
+        ("attn.wq_a", (config.q_lora_rank, d), "bfloat16"),
+        ("attn_norm.weight", (d,), "float32"),
+        ("attn.attn_sink", (config.num_attention_heads,), "float32"),
+        ("ffn.gate.tid2eid", (config.vocab_size, config.num_experts_per_tok), "int32"),
+    ):
         leaf = leaves[f"layers.0.{name}"]
         assert (leaf.shape, leaf.dtype) == (shape, dtype)
     stored = sum(path.stat().st_size for path in converted.rglob("*") if path.is_file())
-    assert stored < 1.1 * sum(leaf.nbytes for leaf in leaves.values()) + 31 * 30_000  # and Orbax's own files
+    assert (
+        stored < 1.1 * sum(leaf.nbytes for leaf in leaves.values()) + 31 * 30_000
+    )  # and Orbax's own files
 
 
 def test_orbax_alone_restores_a_unit(converted, held):
     checkpoint = ConvertedCheckpoint.open(converted)
-    name, unit = next((name, unit) for name, unit in checkpoint.units.items() if "layers.1-" in name and len(unit.pieces) > 9)
+    name, unit = next(
+        (name, unit)
+        for name, unit in checkpoint.units.items()
+        if "layers.1-" in name and len(unit.pieces) > 9
+    )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        restored = checkpointer.restore((converted / UNITS / name).absolute(), args=ocp.args.PyTreeRestore(
-            restore_args={piece.leaf.name: ocp.RestoreArgs(restore_type=np.ndarray) for piece in unit.pieces}))
+        restored = checkpointer.restore(
+            (converted / UNITS / name).absolute(),
+            args=ocp.args.PyTreeRestore(
+                restore_args={
+                    piece.leaf.name: ocp.RestoreArgs(restore_type=np.ndarray)
+                    for piece in unit.pieces
+                }
+            ),
+        )
     assert set(restored) == {piece.leaf.name for piece in unit.pieces}
     for name, array in restored.items():
         assert (array.dtype.name, array.shape, np.asarray(array).tobytes()) == held[name]
@@ -63,9 +83,18 @@ def test_every_mesh_gives_the_bits_of_the_official_checkpoint(source, tmp_path):
 
 def test_loads_like_the_official_directory(source, converted):
     official, other = (dspark.load(path, max_seq_len=64) for path in (source, converted))
-    assert (other.config, other.limits, other.numerics) == (official.config, official.limits, official.numerics)
+    assert (other.config, other.limits, other.numerics) == (
+        official.config,
+        official.limits,
+        official.numerics,
+    )
     assert other.tokenizer.to_str() == official.tokenizer.to_str()
-    assert all(parts.same(a, b) for a, b in zip(*(jax.tree.leaves(model.split[1]) for model in (official, other)), strict=True))
+    assert all(
+        parts.same(a, b)
+        for a, b in zip(
+            *(jax.tree.leaves(model.split[1]) for model in (official, other)), strict=True
+        )
+    )
 
 
 def test_memory_is_bounded(source, tmp_path):
@@ -78,9 +107,15 @@ def test_memory_is_bounded(source, tmp_path):
 
 # Killed, and gone on with.
 
-@pytest.mark.parametrize("moment, count", [("write_unit", 2), ("_sync_tree", 3), ("_write_json", 2), ("_remove_traces", 1)])
+
+@pytest.mark.parametrize(
+    "moment, count",
+    [("write_unit", 2), ("_sync_tree", 3), ("_write_json", 2), ("_remove_traces", 1)],
+)
 def test_a_killed_conversion_goes_on(source, held, tmp_path, moment, count):
-    """In the middle of a unit, before its mark, before the first mark, and when the manifest is there but not yet its traces."""
+    """In the middle of a unit, before its mark, before the first mark, and when the manifest is
+    there but not yet its traces.
+    """
     target = tmp_path / "new"
     parts.result(parts.start(1, "die", source, target, moment, count), status=-9)
     if moment == "_remove_traces":
@@ -89,14 +124,24 @@ def test_a_killed_conversion_goes_on(source, held, tmp_path, moment, count):
         with pytest.raises(CheckpointError, match="unfinished conversion"):
             dspark.load(target)
     finished = {path.name: path.stat().st_mtime_ns for path in (target / UNITS).glob("*.done")}
-    assert len(finished) == {"write_unit": 1, "_sync_tree": 2, "_write_json": 0, "_remove_traces": 31}[moment]
+    assert (
+        len(finished)
+        == {"write_unit": 1, "_sync_tree": 2, "_write_json": 0, "_remove_traces": 31}[moment]
+    )
     seen = []
     parts.convert(source, target, progress=lambda *done: seen.append(done))
     assert parts.contents(target) == held
     assert conversion.verify(target) == seen[-1][0] == seen[-1][1]
     assert (seen[0][0] > 0) == bool(finished), "what was done is not done again"
-    assert sorted(path.name for path in target.iterdir()) == ["config.json", MANIFEST, "tokenizer.json", UNITS]
-    assert {path.name for path in (target / UNITS).iterdir()} == set(ConvertedCheckpoint.open(target).units)
+    assert sorted(path.name for path in target.iterdir()) == [
+        "config.json",
+        MANIFEST,
+        "tokenizer.json",
+        UNITS,
+    ]
+    assert {path.name for path in (target / UNITS).iterdir()} == set(
+        ConvertedCheckpoint.open(target).units
+    )
 
 
 def test_leftovers_and_damaged_marks_do_not_count(source, held, tmp_path, monkeypatch):
@@ -112,9 +157,13 @@ def test_leftovers_and_damaged_marks_do_not_count(source, held, tmp_path, monkey
     shutil.rmtree(units / second.name.removesuffix(".done"))
     third.write_text(third.read_text().replace('"stop": ', '"stop": 1'))
     again, write = [], conversion.write_unit
-    monkeypatch.setattr(conversion, "write_unit", lambda path, *rest: (again.append(path.name), write(path, *rest)))
+    monkeypatch.setattr(
+        conversion, "write_unit", lambda path, *rest: (again.append(path.name), write(path, *rest))
+    )
     parts.convert(source, target)
-    assert {path.name.removesuffix(".done") for path in (first, second, third)} < set(again) and len(again) == 31 - 2
+    assert {path.name.removesuffix(".done") for path in (first, second, third)} < set(
+        again
+    ) and len(again) == 31 - 2
     assert parts.contents(target) == held
     assert {path.name for path in units.iterdir()} == set(ConvertedCheckpoint.open(target).units)
 
@@ -142,7 +191,9 @@ def test_a_source_that_changes_meanwhile_is_refused(source, tmp_path):
 def test_done_twice_is_nothing_to_do(source, converted):
     before = {path: path.stat().st_mtime_ns for path in converted.rglob("*") if path != converted}
     parts.convert(source, converted)
-    assert {path: path.stat().st_mtime_ns for path in converted.rglob("*") if path != converted} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in converted.rglob("*") if path != converted
+    } == before
 
 
 def test_one_conversion_at_a_time(source, tmp_path):
@@ -155,8 +206,12 @@ def test_one_conversion_at_a_time(source, tmp_path):
         parts.convert(source, tmp_path / "new", progress=again)
 
 
-def test_a_lock_whose_file_another_conversion_removes_excludes_nobody(source, tmp_path, monkeypatch):
-    """The other one ends between this one's opening the file and locking it; a third would find no lock."""
+def test_a_lock_whose_file_another_conversion_removes_excludes_nobody(
+    source, tmp_path, monkeypatch
+):
+    """The other one ends between this one's opening the file and locking it; a third would find no
+    lock.
+    """
     lock, ended = fcntl.flock, iter([True])
 
     def late(*arguments):
@@ -170,6 +225,7 @@ def test_a_lock_whose_file_another_conversion_removes_excludes_nobody(source, tm
 
 # Damaged sources: refused before the target is touched.
 
+
 def truncate(directory):
     path = directory / SHARD
     path.write_bytes(path.read_bytes()[:-1000])
@@ -178,9 +234,15 @@ def truncate(directory):
 def duplicate(directory):
     other = SafetensorsFile(directory / "model-00001-of-00010.safetensors")
     name, size = next((name, entry.nbytes) for name, entry in other.entries.items())
+
     def rename(header):
-        old = next(key for key, value in header.items() if value["data_offsets"][1] - value["data_offsets"][0] > 0)
+        old = next(
+            key
+            for key, value in header.items()
+            if value["data_offsets"][1] - value["data_offsets"][0] > 0
+        )
         return {(name if key == old else key): value for key, value in header.items()}
+
     edit_header(directory / SHARD, rename)
 
 
@@ -195,8 +257,15 @@ def lose(directory):
     (directory / SHARD).unlink()
 
 
-@pytest.mark.parametrize("damage, message", [(truncate, "truncated"), (duplicate, "and again in"),
-                                             (misdirect, "does not hold it"), (lose, "missing; the index names it")])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (truncate, "truncated"),
+        (duplicate, "and again in"),
+        (misdirect, "does not hold it"),
+        (lose, "missing; the index names it"),
+    ],
+)
 def test_damaged_sources(source, tmp_path, damage, message):
     ours = parts.copied(source, tmp_path)
     damage(ours)
@@ -216,7 +285,11 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_at_once(source, tmp_path):
 def test_numbers_that_bfloat16_cannot_hold_are_refused(source, tmp_path):
     ours = parts.copied(source, tmp_path)
     with OfficialCheckpoint.open(ours) as checkpoint:
-        shard = next(shard for shard, file in checkpoint.files.items() if "layers.1.attn.wq_a.weight" in file.entries)
+        shard = next(
+            shard
+            for shard, file in checkpoint.files.items()
+            if "layers.1.attn.wq_a.weight" in file.entries
+        )
         start = checkpoint.entry("layers.1.attn.wq_a.weight").start
     with open(ours / shard, "r+b") as file:
         file.seek(start + 7)
@@ -227,12 +300,18 @@ def test_numbers_that_bfloat16_cannot_hold_are_refused(source, tmp_path):
 
 # Targets that cannot be written.
 
+
 def test_a_disk_that_fills_up(source, held, tmp_path):
-    """A limit on the size of files fails inside TensorStore as a full disk does, at the first unit of experts."""
+    """A limit on the size of files fails inside TensorStore as a full disk does, at the first unit
+    of experts.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"cannot be written \(.*File too large.*are free.*goes on where it stopped"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"cannot be written \(.*File too large.*are free.*goes on where it stopped",
+        ):
             parts.convert(source, tmp_path / "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -244,7 +323,9 @@ def test_a_disk_that_fills_up(source, held, tmp_path):
 def test_too_little_room_is_said_at_once(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
-    with pytest.raises(CheckpointError, match=r"[\d,]+ bytes are still to be written, 5,000,000 are free"):
+    with pytest.raises(
+        CheckpointError, match=r"[\d,]+ bytes are still to be written, 5,000,000 are free"
+    ):
         parts.convert(source, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     (tmp_path / "empty").mkdir()
@@ -258,7 +339,9 @@ def test_too_little_room_is_said_at_once(source, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
     with pytest.raises(CheckpointError, match="still to be written"):
         parts.convert(source, tmp_path / "new")
-    assert len(list((tmp_path / "new" / UNITS).glob("*.done"))) == 1, "what an earlier run did stays"
+    assert len(list((tmp_path / "new" / UNITS).glob("*.done"))) == 1, (
+        "what an earlier run did stays"
+    )
 
 
 def test_a_refused_target_stays_as_it_was(source, tmp_path, monkeypatch):
@@ -268,8 +351,11 @@ def test_a_refused_target_stays_as_it_was(source, tmp_path, monkeypatch):
         parts.convert(source, stopped)
     foreign.mkdir()
     (foreign / "letter").write_text("")
-    for target, message in ((source, "is not empty and no conversion"), (foreign, "is not empty and no conversion"),
-                            (stopped, "another unit_bytes")):
+    for target, message in (
+        (source, "is not empty and no conversion"),
+        (foreign, "is not empty and no conversion"),
+        (stopped, "another unit_bytes"),
+    ):
         before = sorted(target.rglob("*"))
         with pytest.raises(CheckpointError, match=message):
             convert_checkpoint(source, target)
@@ -281,7 +367,12 @@ def test_killed_before_it_wrote_what_it_converts(source, held, tmp_path):
         (tmp_path / name).write_text("")
     parts.convert(source, tmp_path)
     assert parts.contents(tmp_path) == held
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", MANIFEST, "tokenizer.json", UNITS]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        MANIFEST,
+        "tokenizer.json",
+        UNITS,
+    ]
 
 
 def test_read_only_and_impossible_targets(source, converted, tmp_path, monkeypatch):
@@ -298,28 +389,42 @@ def test_read_only_and_impossible_targets(source, converted, tmp_path, monkeypat
 
 # Command line.
 
+
 def test_command(source, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(convert_command, "LINE_SECONDS", 0.0)
     assert parts.command(source, tmp_path / "new") == 0
     lines = capsys.readouterr().err.splitlines()
-    assert any("MB/s" in line and line.endswith("left") for line in lines) and lines[-1].startswith("converted 0.0")
+    assert any("MB/s" in line and line.endswith("left") for line in lines) and lines[-1].startswith(
+        "converted 0.0"
+    )
     assert parts.command("--verify", tmp_path / "new", "--quiet") == 0
     captured = capsys.readouterr()
     assert "bytes as recorded" in captured.out and not captured.err
     parts.flip(tmp_path / "new")
     with pytest.raises(CheckpointError, match="does not hold what was written"):
         parts.command("--verify", "--quiet", tmp_path / "new")
-    for wrong in ([source], [source, tmp_path, tmp_path], ["--verify", source, tmp_path], [source, tmp_path, "--mesh", "1x64"],
-                  [source, tmp_path, "--process-id", 1], [source, tmp_path, "--coordinator", "here", "--process-id", 0,
-                                                          "--num-processes", 2], ["--verify", tmp_path, "--coordinator", "auto"]):
+    for wrong in (
+        [source],
+        [source, tmp_path, tmp_path],
+        ["--verify", source, tmp_path],
+        [source, tmp_path, "--mesh", "1x64"],
+        [source, tmp_path, "--process-id", 1],
+        [source, tmp_path, "--coordinator", "here", "--process-id", 0, "--num-processes", 2],
+        ["--verify", tmp_path, "--coordinator", "auto"],
+    ):
         with pytest.raises(ConfigError):
             parts.command(*wrong)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("verifying", [False, True])
-def test_ctrl_c_within_a_callback_of_the_runtime_stops_after_the_unit(source, converted, tmp_path, monkeypatch, verifying):
-    """Python drops an exception that is raised within a callback of the garbage collector, such as XLA's."""
+def test_ctrl_c_within_a_callback_of_the_runtime_stops_after_the_unit(
+    source, converted, tmp_path, monkeypatch, verifying
+):
+    """Python drops an exception that is raised within a callback of the garbage collector, such as
+    XLA's.
+    """
+
     def strike(*_):
         gc.callbacks.remove(strike)
         signal.raise_signal(signal.SIGINT)
@@ -330,12 +435,17 @@ def test_ctrl_c_within_a_callback_of_the_runtime_stops_after_the_unit(source, co
                 gc.callbacks.append(strike)
                 gc.collect()
             return function(*arguments)
+
         return call
 
     before = signal.getsignal(signal.SIGINT)
     if verifying:
         read, verify = [], ConvertedCheckpoint.verify
-        monkeypatch.setattr(ConvertedCheckpoint, "verify", struck(lambda *arguments: (read.append(0), verify(*arguments))[1]))
+        monkeypatch.setattr(
+            ConvertedCheckpoint,
+            "verify",
+            struck(lambda *arguments: (read.append(0), verify(*arguments))[1]),
+        )
         assert main.main(["convert", "--verify", str(converted)]) == 130
         assert len(read) == 2
     else:

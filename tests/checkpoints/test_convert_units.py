@@ -1,4 +1,6 @@
-"""The parts of a conversion alone: checksums that add up, units that cover every leaf once, one read a part of an array."""
+"""The parts of a conversion alone: checksums that add up, units that cover every leaf once, one
+read a part of an array.
+"""
 
 import itertools
 import math
@@ -20,12 +22,23 @@ def random_array(shape, dtype):
     return RNG.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
 
 
-@pytest.mark.parametrize("shape, dtype", [((5, 4, 24), np.uint8), ((7, 33), ml_dtypes.bfloat16), ((3, 10), np.float32),
-                                          ((11,), np.float32), ((3,), ml_dtypes.bfloat16), ((2, 3, 5), np.uint8)])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((5, 4, 24), np.uint8),
+        ((7, 33), ml_dtypes.bfloat16),
+        ((3, 10), np.float32),
+        ((11,), np.float32),
+        ((3,), ml_dtypes.bfloat16),
+        ((2, 3, 5), np.uint8),
+    ],
+)
 def test_checksums_of_slices_add_up(shape, dtype):
     values = random_array(shape, dtype)
     whole = checksum(values, shape, (0,) * len(shape))
-    for cuts in itertools.product(*[(1, 2, size) for size in shape]):  # in steps of 1, 2 and the whole axis
+    for cuts in itertools.product(
+        *[(1, 2, size) for size in shape]
+    ):  # in steps of 1, 2 and the whole axis
         parts = []
         for origin in itertools.product(*[range(0, size, step) for size, step in zip(shape, cuts)]):
             cut = tuple(slice(o, o + step) for o, step in zip(origin, cuts))
@@ -51,31 +64,44 @@ def test_every_changed_byte_and_exchanged_rows_are_seen():
 
 
 def test_units_hold_every_element_once():
-    leaves = [Leaf("a.small", "a.", (3,), "float32", (None,)),
-              Leaf("a.large", "a.", (8, 100, 64), "uint8", ("experts", None, None)),
-              Leaf("a.next", "a.", (3, 5), "bfloat16", (None, None)), Leaf("head", "", (512, 60), "bfloat16", ("vocab", None)),
-              Leaf("a.cut", "a.", (4096, 8), "float32", ("vocab", "heads")),
-              Leaf("b.row", "b.", (1, 9000), "uint8", (None, None))]
+    leaves = [
+        Leaf("a.small", "a.", (3,), "float32", (None,)),
+        Leaf("a.large", "a.", (8, 100, 64), "uint8", ("experts", None, None)),
+        Leaf("a.next", "a.", (3, 5), "bfloat16", (None, None)),
+        Leaf("head", "", (512, 60), "bfloat16", ("vocab", None)),
+        Leaf("a.cut", "a.", (4096, 8), "float32", ("vocab", "heads")),
+        Leaf("b.row", "b.", (1, 9000), "uint8", (None, None)),
+    ]
     units = plan_units(leaves, unit_bytes=5000)
     assert len({unit.name for unit in units}) == len(units)
     count = {leaf.name: np.zeros(leaf.shape, np.uint8) for leaf in leaves}
     for unit in units:
         assert len({piece.leaf.group for piece in unit.pieces}) == 1
         assert len({piece.leaf.name for piece in unit.pieces}) == len(unit.pieces)
-        assert unit.nbytes == sum(math.prod(p.shape) * np.dtype(p.leaf.dtype).itemsize for p in unit.pieces)
+        assert unit.nbytes == sum(
+            math.prod(p.shape) * np.dtype(p.leaf.dtype).itemsize for p in unit.pieces
+        )
         for piece in unit.pieces:
             count[piece.leaf.name][tuple(slice(*b) for b in piece.bounds)] += 1
             if piece.shape != piece.leaf.shape:
                 assert piece.leaf.axes[piece.axis] is None, "an axis that a mesh cuts"
-        # 8 experts x 64 columns of one byte: the smallest range of `a.large` is 512 bytes. `a.cut` has no axis to split.
+        # 8 experts x 64 columns of one byte: the smallest range of `a.large` is 512 bytes. `a.cut`
+        # has no axis to split.
         assert unit.nbytes <= 5000 or [p.leaf.name for p in unit.pieces] == ["a.cut"]
     assert all((c == 1).all() for c in count.values())
-    assert plan_units(leaves, 1 << 30)[0].pieces[0].shape == (3,) and len(plan_units(leaves, 1 << 30)) == 3
+    assert (
+        plan_units(leaves, 1 << 30)[0].pieces[0].shape == (3,)
+        and len(plan_units(leaves, 1 << 30)) == 3
+    )
 
 
 def test_a_part_is_read_once_whatever_the_devices():
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
-    where, seen, values = NamedSharding(mesh, PartitionSpec("model")), [], RNG.standard_normal((4, 6)).astype(np.float32)
+    where, seen, values = (
+        NamedSharding(mesh, PartitionSpec("model")),
+        [],
+        RNG.standard_normal((4, 6)).astype(np.float32),
+    )
 
     def read(bounds):
         seen.append(bounds)

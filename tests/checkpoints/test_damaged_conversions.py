@@ -1,16 +1,19 @@
-"""Damaged conversions: `load`, `convert --verify` and a repeated `convert` each say what is wrong, and advise what works."""
+"""Damaged conversions: `load`, `convert --verify` and a repeated `convert` each say what is wrong,
+and advise what works.
+"""
 
 import json
 import shutil
 
 import pytest
 
-from helpers import convert_parts as parts
 import dspark_jax as dspark
 from dspark_jax.checkpoints import convert as conversion
 from dspark_jax.checkpoints.orbax_io import MANIFEST, UNITS
 from dspark_jax.errors import CheckpointError
 from dspark_jax.loading.summary import inspect_checkpoint
+
+from helpers import convert_parts as parts
 
 AGAIN = "remove the directory and convert the official checkpoint again"
 
@@ -56,12 +59,23 @@ def lose(name):
 
 # --verify.
 
-@pytest.mark.parametrize("damage, message", [
-    (parts.flip, "does not hold what was written"), (lose_data, "cannot be read"), (swap, "cannot be read|does not hold"),
-    (lose_unit, f"{AGAIN}.*\n  units/layers.1-000: missing"), (lose_metadata, "units/layers.1-000: _METADATA is missing"),
-    (change_config, "config.json: is not what was converted"), (lose("config.json"), "config.json: cannot be read"),
-    (lose("tokenizer.json"), "copy the files of the official checkpoint here.*\n  tokenizer.json: cannot be read"),
-])
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (parts.flip, "does not hold what was written"),
+        (lose_data, "cannot be read"),
+        (swap, "cannot be read|does not hold"),
+        (lose_unit, f"{AGAIN}.*\n  units/layers.1-000: missing"),
+        (lose_metadata, "units/layers.1-000: _METADATA is missing"),
+        (change_config, "config.json: is not what was converted"),
+        (lose("config.json"), "config.json: cannot be read"),
+        (
+            lose("tokenizer.json"),
+            "copy the files of the official checkpoint here.*\n  tokenizer.json: cannot be read",
+        ),
+    ],
+)
 def test_verify_finds_damage(ours, damage, message):
     assert conversion.verify(ours) > 12_000_000
     damage(ours)
@@ -89,13 +103,18 @@ def test_a_conversion_of_an_older_version_has_no_checksum_of_its_tokenizer(ours)
 
 def test_verify_says_what_is_no_conversion(source, tmp_path):
     (tmp_path / "file").write_text("")
-    for path, message in ((source, "an official checkpoint, not a converted one; `dspark convert`"), (tmp_path, "no converted"),
-                          (tmp_path / "nothing", "no such directory"), (tmp_path / "file", "a file; a converted checkpoint is")):
+    for path, message in (
+        (source, "an official checkpoint, not a converted one; `dspark convert`"),
+        (tmp_path, "no converted"),
+        (tmp_path / "nothing", "no such directory"),
+        (tmp_path / "file", "a file; a converted checkpoint is"),
+    ):
         with pytest.raises(CheckpointError, match=message):
             conversion.verify(path)
 
 
 # load.
+
 
 def lose_piece(units):
     """A later part of experts that several units hold."""
@@ -109,21 +128,43 @@ def repeat_piece(units):
     second["start"], second["stop"] = 0, second["stop"] - second["start"]
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda target: shutil.rmtree(target / UNITS / "layers.2-001"), "units/layers.2-001: missing"),
-    (lambda target: shutil.rmtree(target / UNITS), f"{AGAIN}.*\n  units/model-000: missing"),
-    (lambda target: (target / MANIFEST).write_text("{"), "not understood"),
-    (lambda target: edit(target, lambda units: None, format=9), f"format 9.*{AGAIN}"),
-    (lambda target: edit(target, lambda units: None, source=[]), "not understood"),
-    (lambda target: edit(target, lambda units: units[3]["pieces"][0].update(dtype="float17")), "not understood"),
-    (lose(MANIFEST), "has lost its manifest.json"),
-    (lambda target: edit(target, lambda units: units.pop(3)), "missing: layers"),
-    (lambda target: edit(target, lose_piece), "incomplete: layers.0.ffn.experts"),
-    (lambda target: edit(target, repeat_piece), "incomplete: layers.0.ffn.experts"),
-    (lambda target: edit(target, lambda units: units[3]["pieces"].append(units[3]["pieces"][0] | {"name": "x"})), "unexpected"),
-    (lambda target: edit(target, lambda units: units[3]["pieces"][0].update(dtype="float16")), "expected"),
-    (lose("config.json"), "config.json"),
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (
+            lambda target: shutil.rmtree(target / UNITS / "layers.2-001"),
+            "units/layers.2-001: missing",
+        ),
+        (lambda target: shutil.rmtree(target / UNITS), f"{AGAIN}.*\n  units/model-000: missing"),
+        (lambda target: (target / MANIFEST).write_text("{"), "not understood"),
+        (lambda target: edit(target, lambda units: None, format=9), f"format 9.*{AGAIN}"),
+        (lambda target: edit(target, lambda units: None, source=[]), "not understood"),
+        (
+            lambda target: edit(
+                target, lambda units: units[3]["pieces"][0].update(dtype="float17")
+            ),
+            "not understood",
+        ),
+        (lose(MANIFEST), "has lost its manifest.json"),
+        (lambda target: edit(target, lambda units: units.pop(3)), "missing: layers"),
+        (lambda target: edit(target, lose_piece), "incomplete: layers.0.ffn.experts"),
+        (lambda target: edit(target, repeat_piece), "incomplete: layers.0.ffn.experts"),
+        (
+            lambda target: edit(
+                target,
+                lambda units: units[3]["pieces"].append(units[3]["pieces"][0] | {"name": "x"}),
+            ),
+            "unexpected",
+        ),
+        (
+            lambda target: edit(
+                target, lambda units: units[3]["pieces"][0].update(dtype="float16")
+            ),
+            "expected",
+        ),
+        (lose("config.json"), "config.json"),
+    ],
+)
 def test_load_refuses_damage(ours, damage, message):
     damage(ours)
     with pytest.raises(CheckpointError, match=message):
@@ -141,11 +182,17 @@ def exchange_dtypes(target):
     shutil.copytree(target / UNITS / "layers.1-000", path)
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda target: cut_short(parts.largest_file(target / UNITS / "layers.1-000")), r"units/layers.1-000: layers\.1\.\S+ cannot"),
-    (lose_data, r"units/layers.2-000: layers\.2\.\S+ cannot be read"),
-    (exchange_dtypes, r"units/layers.1-004: layers\.1\.\S+ cannot be read"),
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (
+            lambda target: cut_short(parts.largest_file(target / UNITS / "layers.1-000")),
+            r"units/layers.1-000: layers\.1\.\S+ cannot",
+        ),
+        (lose_data, r"units/layers.2-000: layers\.2\.\S+ cannot be read"),
+        (exchange_dtypes, r"units/layers.1-004: layers\.1\.\S+ cannot be read"),
+    ],
+)
 def test_data_that_cannot_be_read_is_named(ours, damage, message):
     damage(ours)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -157,16 +204,32 @@ def test_data_that_cannot_be_read_is_named(ours, damage, message):
 
 # convert, once more.
 
-@pytest.mark.parametrize("damage, message", [
-    (lose_unit, f"{AGAIN}.*\n  units/layers.1-000: missing"),
-    (lose_metadata, f"{AGAIN}.*\n  units/layers.1-000: _METADATA is missing"),
-    (lambda target: edit(target, lambda units: units.pop(3)), f"{AGAIN}.*\n  missing: layers"),
-    (change_config, "copy the files of the official checkpoint here.*\n  config.json: is not what was converted"),
-    (lambda target: edit(target, lambda units: None, units=7), f"not understood.*{AGAIN}"),
-    *[(lambda target, text=text: (target / MANIFEST).write_text(text), f"manifest.json: not understood.*{AGAIN}")
-      for text in ("", "[]", '{"format": 1, "uni')],
-    (lambda target: (target / MANIFEST).write_bytes(b"\xff\xfe"), f"manifest.json: not understood.*{AGAIN}"),
-])
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lose_unit, f"{AGAIN}.*\n  units/layers.1-000: missing"),
+        (lose_metadata, f"{AGAIN}.*\n  units/layers.1-000: _METADATA is missing"),
+        (lambda target: edit(target, lambda units: units.pop(3)), f"{AGAIN}.*\n  missing: layers"),
+        (
+            change_config,
+            "copy the files of the official checkpoint here.*\n  config.json: is not what was "
+            "converted",
+        ),
+        (lambda target: edit(target, lambda units: None, units=7), f"not understood.*{AGAIN}"),
+        *[
+            (
+                lambda target, text=text: (target / MANIFEST).write_text(text),
+                f"manifest.json: not understood.*{AGAIN}",
+            )
+            for text in ("", "[]", '{"format": 1, "uni')
+        ],
+        (
+            lambda target: (target / MANIFEST).write_bytes(b"\xff\xfe"),
+            f"manifest.json: not understood.*{AGAIN}",
+        ),
+    ],
+)
 def test_what_is_damaged_is_not_called_finished(source, ours, damage, message):
     damage(ours)
     with pytest.raises(CheckpointError, match=message):
@@ -212,9 +275,13 @@ def test_a_unit_without_orbax_metadata_is_done_again(source, held, tmp_path, mon
 def test_all_say_the_same_of_a_lost_manifest(source, ours):
     lose(MANIFEST)(ours)
     said = set()
-    for use in (inspect_checkpoint, dspark.load, conversion.verify, lambda path: parts.convert(source, path)):
+    for use in (
+        inspect_checkpoint,
+        dspark.load,
+        conversion.verify,
+        lambda path: parts.convert(source, path),
+    ):
         with pytest.raises(CheckpointError, match=f"has lost its manifest.json.*{AGAIN}") as caught:
             use(ours)
         said.add(str(caught.value))
     assert len(said) == 1
-

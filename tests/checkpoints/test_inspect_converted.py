@@ -1,4 +1,6 @@
-"""`dspark inspect` of what `dspark convert` wrote: counts from the manifest, and what it was made from."""
+"""`dspark inspect` of what `dspark convert` wrote: counts from the manifest, and what it was made
+from.
+"""
 
 import json
 import shutil
@@ -22,8 +24,14 @@ def test_the_same_parameters_as_the_official_one_in_the_precisions_that_are_held
     # Vectors are held in float32, also those that are stored in bfloat16.
     width = {"bf16": 2, "f32": 4, "i32": 4}
     assert set(summary.by_precision()) == {*width, "fp4"}
-    assert all(part.bytes == part.parameters * width[part.precision] for part in summary.parts if part.precision != "fp4")
-    assert summary.bytes == sum(leaf.nbytes for leaf in ConvertedCheckpoint.open(converted).leaves().values())
+    assert all(
+        part.bytes == part.parameters * width[part.precision]
+        for part in summary.parts
+        if part.precision != "fp4"
+    )
+    assert summary.bytes == sum(
+        leaf.nbytes for leaf in ConvertedCheckpoint.open(converted).leaves().values()
+    )
 
 
 def by_part(summary) -> Counter:
@@ -38,12 +46,23 @@ def test_what_it_was_converted_from(source, converted, capsys):
     out = json.loads(capsys.readouterr().out)
     manifest = json.loads((converted / MANIFEST).read_text())
     files = list(source.glob("*.safetensors"))
-    assert out["converted_from"] == {"path": str(source), "files": len(files), "bytes": sum(f.stat().st_size for f in files),
-                                     "checksums": sum(len(unit["pieces"]) for unit in manifest["units"])}
-    assert out["files"] == len(list((converted / UNITS).iterdir())) and out["tensors"] <= out["converted_from"]["checksums"]
+    assert out["converted_from"] == {
+        "path": str(source),
+        "files": len(files),
+        "bytes": sum(f.stat().st_size for f in files),
+        "checksums": sum(len(unit["pieces"]) for unit in manifest["units"]),
+    }
+    assert (
+        out["files"] == len(list((converted / UNITS).iterdir()))
+        and out["tensors"] <= out["converted_from"]["checksums"]
+    )
     assert main.main(["inspect", str(converted)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"{out['tensors']:,} tensors in {out['files']} units" in text and "converted from" in text and "checksums that" in text
+    assert (
+        f"{out['tensors']:,} tensors in {out['files']} units" in text
+        and "converted from" in text
+        and "checksums that" in text
+    )
     assert inspect_checkpoint(source).origin is None
 
 
@@ -53,7 +72,9 @@ def test_a_conversion_of_an_older_version_does_not_say_from_where(converted, tmp
     del manifest["source_path"]
     (ours / MANIFEST).write_text(json.dumps(manifest))
     assert main.main(["inspect", str(ours)]) == 0
-    assert "converted from an official checkpoint (10 files" in " ".join(capsys.readouterr().out.split())
+    assert "converted from an official checkpoint (10 files" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_no_array_is_read(converted, tmp_path):
@@ -65,14 +86,21 @@ def test_no_array_is_read(converted, tmp_path):
     for unit in (converted / UNITS).iterdir():
         (ours / UNITS / unit.name).mkdir(parents=True)
     here, there = inspect_checkpoint(ours), inspect_checkpoint(converted)
-    assert (here.parts, here.origin, here.config, here.tensors) == (there.parts, there.origin, there.config, there.tensors)
+    assert (here.parts, here.origin, here.config, here.tensors) == (
+        there.parts,
+        there.origin,
+        there.config,
+        there.tensors,
+    )
 
 
 def test_what_cannot_be_loaded_is_said(converted, tmp_path, capsys):
     ours = tmp_path / "ours"
     shutil.copytree(converted, ours)
     manifest = json.loads((ours / MANIFEST).read_text())
-    unit = next(unit for unit in manifest["units"] if ".experts." not in unit["pieces"][0]["name"])  # experts lie in several units
+    unit = next(
+        unit for unit in manifest["units"] if ".experts." not in unit["pieces"][0]["name"]
+    )  # experts lie in several units
     lost = unit["pieces"].pop(0)["name"]
     (ours / MANIFEST).write_text(json.dumps(manifest))
     assert main.main(["inspect", str(ours), "--json"]) == 1

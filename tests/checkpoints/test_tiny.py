@@ -1,4 +1,5 @@
 """The embedded checkpoint does what it was trained for, and speculation pays on it."""
+
 import numpy as np
 import pytest
 
@@ -6,9 +7,19 @@ import dspark_jax as dspark
 from dspark_jax.commands.bench import PROMPTS
 from dspark_jax.train.measure import PROMPTS as MEASURED
 
-COUNTING = {"1 2 3 4 5 6 7": range(8, 20), "41 42 43 44 45": range(46, 58), "108 109 110 111": range(112, 120)}
-CYCLES = ("red green blue red green blue", "a b c a b c a b c", "tick tock tick tock tick tock", "cat dog bird cat dog bird",
-          "north east south west north east south west", "one two three one two three one two three")
+COUNTING = {
+    "1 2 3 4 5 6 7": range(8, 20),
+    "41 42 43 44 45": range(46, 58),
+    "108 109 110 111": range(112, 120),
+}
+CYCLES = (
+    "red green blue red green blue",
+    "a b c a b c a b c",
+    "tick tock tick tock tick tock",
+    "cat dog bird cat dog bird",
+    "north east south west north east south west",
+    "one two three one two three one two three",
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +42,11 @@ def test_it_repeats_a_cycle(tiny, prompt):
 
 
 def test_it_continues_a_function(tiny):
-    assert dspark.generate(tiny, "def add(a, b):", max_new_tokens=12).texts[0].startswith("\n    return a + b\n")
+    assert (
+        dspark.generate(tiny, "def add(a, b):", max_new_tokens=12)
+        .texts[0]
+        .startswith("\n    return a + b\n")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +59,24 @@ def test_most_drafts_are_accepted_on_repetition(repetition):
 
 
 def test_confidence_tells_accepted_drafts_from_rejected_ones(repetition):
-    """The share of pairs of an accepted and a rejected draft in which the accepted one scores higher; a guess has one half."""
+    """The share of pairs of an accepted and a rejected draft in which the accepted one scores
+    higher; a guess has one half.
+    """
     records = [record for rounds in repetition.rounds for record in rounds]
-    judged = [(r.confidence[i], i < r.accepted) for r in records for i in range(min(r.accepted + 1, r.verified))]
+    judged = [
+        (r.confidence[i], i < r.accepted)
+        for r in records
+        for i in range(min(r.accepted + 1, r.verified))
+    ]
     scores, accepted = (np.array(values) for values in zip(*judged))
     assert np.mean(scores[accepted][:, None] > scores[~accepted]) > 0.7
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_all_modes_give_the_same_tokens_in_fewer_rounds(tiny, kind):
-    outs = {mode: dspark.generate(tiny, PROMPTS[kind], 48, mode, stop_token_ids=[]) for mode in ("plain", "sequential", "block")}
+    outs = {
+        mode: dspark.generate(tiny, PROMPTS[kind], 48, mode, stop_token_ids=[])
+        for mode in ("plain", "sequential", "block")
+    }
     assert outs["plain"].tokens == outs["sequential"].tokens == outs["block"].tokens
     assert outs["block"].stats["rounds"] <= 47 / 2

@@ -1,4 +1,6 @@
-"""The command line on a small checkpoint with a tokenizer of single bytes, in this process; one Ctrl-C in a process of its own."""
+"""The command line on a small checkpoint with a tokenizer of single bytes, in this process; one
+Ctrl-C in a process of its own.
+"""
 
 import functools
 import io
@@ -12,17 +14,31 @@ import sys
 import pytest
 
 import dspark_jax as dspark
-from dspark_jax.decode import steps, engine
 from dspark_jax.commands import bench, costs
 from dspark_jax.commands.main import main
+from dspark_jax.decode import engine, steps
 from dspark_jax.decode.replay import replay
+
 from helpers.round_parts import BLOCK, byte_tokenizer, with_nan_drafter, with_nan_tokens
 from helpers.small_model import write_small_checkpoint
 from helpers.support import GOLDENS, MAX_SEQ_LEN
 
 PROMPT = "Ab \u00e9"
-STATS = {"tokens", "rounds", "proposed", "verified", "accepted", "accept_rate", "tokens_per_round", "seconds", "tokens_per_second",
-         "accepted_by_position", "compile_seconds", "gate", "per_prompt"}
+STATS = {
+    "tokens",
+    "rounds",
+    "proposed",
+    "verified",
+    "accepted",
+    "accept_rate",
+    "tokens_per_round",
+    "seconds",
+    "tokens_per_second",
+    "accepted_by_position",
+    "compile_seconds",
+    "gate",
+    "per_prompt",
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +60,27 @@ def load_once(loading, monkeypatch):
 
 @pytest.fixture
 def command(directory, capsys, monkeypatch):
-    """command(*arguments, stdin=None) -> exit status, standard output, standard error of `dspark generate`, 20 tokens of at most 128."""
+    """command(*arguments, stdin=None) -> exit status, standard output, standard error of `dspark
+    generate`, 20 tokens of at most 128.
+    """
+
     def run(*arguments, stdin=None, prompt=(PROMPT,)):
         monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
-        status = main(["generate", *prompt, "--checkpoint", str(directory), "--max-seq-len", str(MAX_SEQ_LEN), "--max-new-tokens", "20",
-                       *arguments])
+        status = main(
+            [
+                "generate",
+                *prompt,
+                "--checkpoint",
+                str(directory),
+                "--max-seq-len",
+                str(MAX_SEQ_LEN),
+                "--max-new-tokens",
+                "20",
+                *arguments,
+            ]
+        )
         return status, *capsys.readouterr()
+
     return run
 
 
@@ -67,8 +98,13 @@ def test_text_to_standard_output_and_a_summary_to_standard_error(command, expect
     status, out, err = command()
     assert status == 0 and out == expected.texts[0]
     rounds = len(expected.rounds[0])
-    for part in ("20 tokens in", "tok/s (block, ended by length", f"{rounds} rounds", "drafts accepted per round",
-                 "gate: 0 rounds truncated"):
+    for part in (
+        "20 tokens in",
+        "tok/s (block, ended by length",
+        f"{rounds} rounds",
+        "drafts accepted per round",
+        "gate: 0 rounds truncated",
+    ):
         assert part in err
 
 
@@ -77,16 +113,26 @@ def test_json(command, expected):
     result = json.loads(out)
     assert status == 0 and err == ""
     assert result.keys() == {"mode", "text", "tokens", "finish_reason", "rounds", "stats"}
-    assert (result["mode"], result["text"], result["tokens"]) == ("block", expected.texts[0], expected.tokens[0])
+    assert (result["mode"], result["text"], result["tokens"]) == (
+        "block",
+        expected.texts[0],
+        expected.tokens[0],
+    )
     assert result["finish_reason"] == "length" and result["stats"].keys() == STATS
-    assert [dspark.RoundRecord(**r | {"confidence": tuple(r["confidence"])}) for r in result["rounds"]] == expected.rounds[0]
+    assert [
+        dspark.RoundRecord(**r | {"confidence": tuple(r["confidence"])}) for r in result["rounds"]
+    ] == expected.rounds[0]
     for key in STATS - {"seconds", "tokens_per_second", "compile_seconds", "per_prompt"}:
         assert result["stats"][key] == expected.stats[key], key
 
 
 def test_plain_gives_the_same(command, expected):
     status, out, err = command("--mode", "plain")
-    assert (status, out) == (0, expected.texts[0]) and "(plain, ended by length" in err and "rounds" not in err
+    assert (
+        (status, out) == (0, expected.texts[0])
+        and "(plain, ended by length" in err
+        and "rounds" not in err
+    )
 
 
 def test_prompt_from_standard_input(command, expected):
@@ -97,21 +143,34 @@ def test_gate(command, expected, monkeypatch):
     monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_PLAIN_MS", "1")
     result = json.loads(command("--gate", "--json")[1])
     assert result["tokens"] == expected.tokens[0]
-    assert [r["skipped"] for r in result["rounds"]] == ["gate"] * 19 and result["stats"]["gate"]["skipped"] == 19
-    assert "19 skipped (0 by margin)" in command("--gate")[2] and "none verified" in command("--gate")[2]
+    assert [r["skipped"] for r in result["rounds"]] == ["gate"] * 19 and result["stats"]["gate"][
+        "skipped"
+    ] == 19
+    assert (
+        "19 skipped (0 by margin)" in command("--gate")[2]
+        and "none verified" in command("--gate")[2]
+    )
 
 
 def test_stop_as_id_and_as_text(command, expected, directory):
-    """Of single bytes, `z` is the text of id 122, and a blank is a token that the vocabulary spells otherwise."""
+    """Of single bytes, `z` is the text of id 122, and a blank is a token that the vocabulary spells
+    otherwise.
+    """
     tokens = expected.tokens[0]
     at = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
     status, out, err = command("--stop", str(tokens[at]), "--json")
     result = json.loads(out)
-    assert result["tokens"] == tokens[:at + 1] and result["finish_reason"] == "stop"
+    assert result["tokens"] == tokens[: at + 1] and result["finish_reason"] == "stop"
     letter = next(i for i in range(20) if chr(tokens[i]).isascii() and chr(tokens[i]).isalpha())
-    for stops, end in ((chr(tokens[letter]),), letter), ((" ",), tokens.index(32)), (("z", " "), tokens.index(32)):
-        seen = json.loads(command(*(part for stop in stops for part in ("--stop", stop)), "--json")[1])["tokens"]
-        assert seen == tokens[:end + 1]
+    for stops, end in (
+        ((chr(tokens[letter]),), letter),
+        ((" ",), tokens.index(32)),
+        (("z", " "), tokens.index(32)),
+    ):
+        seen = json.loads(
+            command(*(part for stop in stops for part in ("--stop", stop)), "--json")[1]
+        )["tokens"]
+        assert seen == tokens[: end + 1]
 
 
 WRONG_USE = {
@@ -123,15 +182,30 @@ WRONG_USE = {
     "stop negative": (["--stop", "-1"], "stop_token_ids: -1"),
     "stop text": (["--stop", "ab"], "--stop 'ab': neither a token id nor a single token"),
     "cache": (["--max-seq-len", "0"], "max_seq_len: 0"),
-    "record plain": (["--record", "x.json", "--mode", "plain"], "--record needs a speculative mode with the gate off"),
-    "record gate": (["--record", "x.json", "--gate"], "--record needs a speculative mode with the gate off"),
+    "record plain": (
+        ["--record", "x.json", "--mode", "plain"],
+        "--record needs a speculative mode with the gate off",
+    ),
+    "record gate": (
+        ["--record", "x.json", "--gate"],
+        "--record needs a speculative mode with the gate off",
+    ),
     "record nowhere": (["--record", "absent/x.json"], "absent is not a directory"),
     "record directory": (["--record", "/"], "--record /: this is a directory; name a file in it"),
-    "record one token": (["--record", "x.json", "--max-new-tokens", "1"], "--record with --max-new-tokens 1: the first token comes from"),
-    "record no room": (["--record", "x.json", "--max-seq-len", "13", "--max-new-tokens", "4"], "no room to measure two rounds"),
+    "record one token": (
+        ["--record", "x.json", "--max-new-tokens", "1"],
+        "--record with --max-new-tokens 1: the first token comes from",
+    ),
+    "record no room": (
+        ["--record", "x.json", "--max-seq-len", "13", "--max-new-tokens", "4"],
+        "no room to measure two rounds",
+    ),
     "stop dashes": (["--stop=--5"], "--stop '--5': neither a token id nor a single token"),
     "stop digits": (["--stop", "9" * 5000], "neither a token id nor a single token"),
-    "stop surrogate": (["--stop", "\udcff"], "--stop '\\udcff': character 0, '\\udcff', is no valid Unicode; give text in UTF-8"),
+    "stop surrogate": (
+        ["--stop", "\udcff"],
+        "--stop '\\udcff': character 0, '\\udcff', is no valid Unicode; give text in UTF-8",
+    ),
 }
 
 
@@ -139,17 +213,32 @@ WRONG_USE = {
 def test_wrong_use_is_status_2(command, case):
     arguments, message = WRONG_USE[case]
     status, out, err = command(*arguments)
-    assert (status, out) == (2, "") and err.startswith("dspark generate: ") and message in err and err.count("\n") == 1
+    assert (
+        (status, out) == (2, "")
+        and err.startswith("dspark generate: ")
+        and message in err
+        and err.count("\n") == 1
+    )
 
 
 def test_text_that_is_no_utf8_is_status_2(command, monkeypatch):
-    """An argument's bytes come as surrogates; standard input fails or has them too, as the locale says."""
+    """An argument's bytes come as surrogates; standard input fails or has them too, as the locale
+    says.
+    """
     for arguments in ({"prompt": ("a\udcff\udcfe",)}, {"prompt": (), "stdin": "a\udcff"}):
         status, out, err = command(**arguments)
-        assert (status, out) == (2, "") and "prompt 0: character 1, '\\udcff', is no valid Unicode; give text in UTF-8" in err
-    monkeypatch.setattr(io, "StringIO", lambda text: io.TextIOWrapper(io.BytesIO(b"ab\xff"), "utf-8"))
+        assert (status, out) == (
+            2,
+            "",
+        ) and "prompt 0: character 1, '\\udcff', is no valid Unicode; give text in UTF-8" in err
+    monkeypatch.setattr(
+        io, "StringIO", lambda text: io.TextIOWrapper(io.BytesIO(b"ab\xff"), "utf-8")
+    )
     status, out, err = command(prompt=(), stdin="")
-    assert (status, out) == (2, "") and "standard input is not valid utf-8: invalid start byte at byte 2" in err
+    assert (status, out) == (
+        2,
+        "",
+    ) and "standard input is not valid utf-8: invalid start byte at byte 2" in err
 
 
 def test_no_prompt_is_status_2(command):
@@ -164,7 +253,10 @@ def test_a_wrong_environment_variable_is_status_2(command, monkeypatch):
     assert status == 2 and "DEEPSEEK_DSPARK_GATE_DRAFT_MS" in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["generte"], ["generate", "x", "--mode", "blocks"], ["generate", "x", "--seed", "many"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["generte"], ["generate", "x", "--mode", "blocks"], ["generate", "x", "--seed", "many"]],
+)
 def test_unknown_arguments_are_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -180,7 +272,9 @@ def broken_copy(directory, tmp_path, change):
 def test_failures_are_status_1(command, directory, tmp_path, model, monkeypatch):
     status, out, err = command("--checkpoint", str(tmp_path / "absent"))
     assert (status, out) == (1, "") and "no such checkpoint directory" in err and "absent" in err
-    cut = broken_copy(directory, tmp_path, lambda name, raw: raw[:-9] if name.startswith("model") else raw)
+    cut = broken_copy(
+        directory, tmp_path, lambda name, raw: raw[:-9] if name.startswith("model") else raw
+    )
     status, _, err = command("--checkpoint", cut)
     assert status == 1 and "model.safetensors" in err and "truncated" in err
     damaged = with_nan_tokens(model, [ord("A")])
@@ -191,8 +285,13 @@ def test_failures_are_status_1(command, directory, tmp_path, model, monkeypatch)
 
 def test_a_serial_mtp_checkpoint_is_refused(command, directory, tmp_path):
     def change(name, raw):
-        kept = {key: value for key, value in json.loads(raw).items() if "dspark" not in key} if name == "config.json" else None
+        kept = (
+            {key: value for key, value in json.loads(raw).items() if "dspark" not in key}
+            if name == "config.json"
+            else None
+        )
         return raw if kept is None else json.dumps(kept).encode()
+
     status, out, err = command("--checkpoint", broken_copy(directory, tmp_path, change))
     assert status in (1, 2) and out == "" and "dspark" in err and err.count("dspark generate:") == 1
 
@@ -211,22 +310,48 @@ def test_ctrl_c_keeps_what_was_emitted(command, expected, monkeypatch):
     assert status == 130 and result["finish_reason"] == "interrupted"
     assert result["tokens"] == expected.tokens[0][:kept] and len(result["rounds"]) == 2
     status, out, err = command()
-    assert status == 130 and out and expected.texts[0].startswith(out) and f"{kept} tokens in" in err and "interrupted" in err
+    assert (
+        status == 130
+        and out
+        and expected.texts[0].startswith(out)
+        and f"{kept} tokens in" in err
+        and "interrupted" in err
+    )
 
 
 def test_ctrl_c_while_loading_is_status_130(command, monkeypatch):
     def load(*arguments, **options):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(dspark, "load", load)
     assert command() == (130, "", "")
 
 
 def test_sigint(directory):
-    """A real signal to a real process, once it has begun to write; it could go on for 60,000 tokens."""
-    arguments = ["generate", PROMPT, "--checkpoint", str(directory), "--max-seq-len", "65536", "--max-new-tokens", "60000",
-                 "--mode", "plain", "--stop", "255"]
-    process = subprocess.Popen([sys.executable, "-m", "dspark_jax.commands.main", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               env=os.environ | {"JAX_PLATFORMS": "cpu"}, cwd=GOLDENS.parents[1])
+    """A real signal to a real process, once it has begun to write; it could go on for 60,000
+    tokens.
+    """
+    arguments = [
+        "generate",
+        PROMPT,
+        "--checkpoint",
+        str(directory),
+        "--max-seq-len",
+        "65536",
+        "--max-new-tokens",
+        "60000",
+        "--mode",
+        "plain",
+        "--stop",
+        "255",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dspark_jax.commands.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=GOLDENS.parents[1],
+    )
     try:
         assert select.select([process.stdout], [], [], 500)[0], "it writes something"
         process.send_signal(signal.SIGINT)
@@ -251,33 +376,48 @@ def test_record_and_replay(command, expected, tmp_path, capsys, monkeypatch):
     assert (status, out) == (0, expected.texts[0]) and "tok/s" in err
     recorded = json.loads(file.read_text())
     rounds = recorded["prompts"]["prompt"]
-    assert [(r["accept"], r["k"]) for r in rounds] == [(r.accepted, BLOCK) for r in expected.rounds[0]]
-    assert [r["conf"] for r in rounds] == [pytest.approx(r.confidence, abs=1e-6) for r in expected.rounds[0]]
+    assert [(r["accept"], r["k"]) for r in rounds] == [
+        (r.accepted, BLOCK) for r in expected.rounds[0]
+    ]
+    assert [r["conf"] for r in rounds] == [
+        pytest.approx(r.confidence, abs=1e-6) for r in expected.rounds[0]
+    ]
     assert all((r["draft_ms"], r["plain_ms"], r["verify_ms"]) == (5, 3, 6) for r in rounds)
     assert main(["replay", str(file), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result == json.loads(json.dumps(replay(str(file)))) and result["rounds"] == {"prompt": len(rounds)}
+    assert result == json.loads(json.dumps(replay(str(file)))) and result["rounds"] == {
+        "prompt": len(rounds)
+    }
     assert result["plain"]["prompt"] == pytest.approx(1000 / rounds[0]["plain_ms"])
     assert main(["replay", str(file)]) == 0 and "always-k" in capsys.readouterr().out
-    assert main(["replay", str(tmp_path / "absent.json")]) == 2 and "cannot be read" in capsys.readouterr().err
+    assert (
+        main(["replay", str(tmp_path / "absent.json")]) == 2
+        and "cannot be read" in capsys.readouterr().err
+    )
 
 
 def test_a_recording_without_rounds_is_refused_after_the_summary(command, expected, tmp_path):
     """Nobody knew that the first token would be the last."""
-    status, out, err = command("--record", str(tmp_path / "rounds.json"), "--stop", str(expected.tokens[0][0]))
+    status, out, err = command(
+        "--record", str(tmp_path / "rounds.json"), "--stop", str(expected.tokens[0][0])
+    )
     assert status == 2 and out and "1 tokens in" in err and not list(tmp_path.iterdir())
     assert "no round verified the whole block" in err
 
 
 def test_a_recording_that_fills_the_cache_is_kept(command, model, tmp_path):
-    """The last rounds, several of them, verify what fits: they are left out, and no gate is said to have truncated them."""
+    """The last rounds, several of them, verify what fits: they are left out, and no gate is said to
+    have truncated them.
+    """
     length = MAX_SEQ_LEN - len(PROMPT.encode())
     rounds = dspark.generate(model, PROMPT, length, stop_token_ids=[]).rounds[0]
     whole = [r.accepted for r in rounds if r.verified == BLOCK]
     assert len(whole) < len(rounds) - 1, "more than one is short"
     assert {r.skipped for r in rounds} == {""}
     file = tmp_path / "rounds.json"
-    status, _, err = command("--record", str(file), "--max-new-tokens", str(length), "--stop", "255")
+    status, _, err = command(
+        "--record", str(file), "--max-new-tokens", str(length), "--stop", "255"
+    )
     assert status == 0 and "gate: 0 rounds truncated, 0 skipped" in err
     assert [r["accept"] for r in json.loads(file.read_text())["prompts"]["prompt"]] == whole
 
@@ -288,8 +428,16 @@ def test_a_damaged_drafter_is_status_1(command, model, expected, tmp_path, monke
     monkeypatch.setattr(dspark, "load", lambda *args, **options: damaged)
     for options in ([], ["--json"], ["--record", str(tmp_path / "rounds.json")]):
         status, out, err = command(*options)
-        assert status == 1 and "not finite" in err and "mtp.*" in err and "Traceback" not in err and "{" not in out
-        assert out == ("" if "--json" in options else dspark.generate(model, PROMPT, 1).texts[0] + "\n")  # the error begins a line
+        assert (
+            status == 1
+            and "not finite" in err
+            and "mtp.*" in err
+            and "Traceback" not in err
+            and "{" not in out
+        )
+        assert out == (
+            "" if "--json" in options else dspark.generate(model, PROMPT, 1).texts[0] + "\n"
+        )  # the error begins a line
     assert not list(tmp_path.iterdir())
 
 
@@ -297,7 +445,9 @@ def test_bench_takes_the_gate_of_the_environment(model, capsys, monkeypatch):
     """As generate does; --gate switches it on too."""
     gates = []
     monkeypatch.setattr(dspark, "load", lambda *args, **options: model)
-    monkeypatch.setattr(bench, "measure", lambda model, length, repeats, gate: gates.append(gate.enabled) or {})
+    monkeypatch.setattr(
+        bench, "measure", lambda model, length, repeats, gate: gates.append(gate.enabled) or {}
+    )
     for value, options in (("0", []), ("1", []), ("0", ["--gate"])):
         monkeypatch.setenv("DEEPSEEK_DSPARK_GATE", value)
         assert main(["bench", "--json", *options]) == 0
@@ -305,14 +455,23 @@ def test_bench_takes_the_gate_of_the_environment(model, capsys, monkeypatch):
 
 
 def test_costs(model, directory, monkeypatch):
-    """Behind a prompt that fills the cache, too: it is cut. Where two rounds do not fit, the error says so."""
+    """Behind a prompt that fills the cache, too: it is cut. Where two rounds do not fit, the error
+    says so.
+    """
     for prompt in ([1, 2, 3], [1] * MAX_SEQ_LEN):
         times = costs.measure(model, prompt)
-        assert times.keys() == {"draft_ms", "verify_ms", "plain_ms"} and times["draft_ms"] > 0 < times["plain_ms"]
+        assert (
+            times.keys() == {"draft_ms", "verify_ms", "plain_ms"}
+            and times["draft_ms"] > 0 < times["plain_ms"]
+        )
     medians(monkeypatch, 5.0, 3.0, 4.0)
-    assert costs.measure(model, [1])["verify_ms"] == 0, "a round that seems shorter than its draft costs no less than nothing"
+    assert costs.measure(model, [1])["verify_ms"] == 0, (
+        "a round that seems shorter than its draft costs no less than nothing"
+    )
     short = dspark.load(directory, max_seq_len=13)
-    with pytest.raises(dspark.ConfigError, match="max_seq_len 13 has no room to measure two rounds of 6 tokens"):
+    with pytest.raises(
+        dspark.ConfigError, match="max_seq_len 13 has no room to measure two rounds of 6 tokens"
+    ):
         costs.measure(short, [1])
 
 
@@ -342,10 +501,17 @@ def test_public_functions_keep_their_arguments(model):
 
 # Help and inspect
 
-UNITS = {"generate": ["tokens to emit (default 128)", "tokens of prompt and output", "default block", "DEEPSEEK_DSPARK_GATE_*"],
-         "bench": ["tokens to emit per run (default 128)", "default 5"],
-         "inspect": ["bytes"],
-         "replay": ["in ms", "default 300", "default 109"]}
+UNITS = {
+    "generate": [
+        "tokens to emit (default 128)",
+        "tokens of prompt and output",
+        "default block",
+        "DEEPSEEK_DSPARK_GATE_*",
+    ],
+    "bench": ["tokens to emit per run (default 128)", "default 5"],
+    "inspect": ["bytes"],
+    "replay": ["in ms", "default 300", "default 109"],
+}
 
 
 @pytest.mark.parametrize("name", UNITS)

@@ -1,4 +1,6 @@
-"""What extend, commit, prefill and draft refuse of their arguments, and what they leave alone: arrays of the device, traced ones."""
+"""What extend, commit, prefill and draft refuse of their arguments, and what they leave alone:
+arrays of the device, traced ones.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,7 @@ import numpy as np
 import pytest
 
 import dspark_jax as dspark
+
 from helpers.round_parts import compilations
 
 RAGGED = [[1, 2], [3]]
@@ -14,37 +17,115 @@ RAGGED = [[1, 2], [3]]
 @pytest.fixture(scope="module")
 def caches(golden_float):
     """Of one and of two streams, said to be at position 3."""
-    return {batch: dspark.new_cache(golden_float, batch).replace(position=jnp.full(batch, 3, jnp.int32)) for batch in (1, 2)}
+    return {
+        batch: dspark.new_cache(golden_float, batch).replace(position=jnp.full(batch, 3, jnp.int32))
+        for batch in (1, 2)
+    }
 
 
 WIDTH = 3 * 128  # captured layers times channels
 REFUSALS = {
-    "token of two streams": (1, "draft", ([8, 9],), r"draft: token \(2,\) does not fit a cache of 1 streams; it must be \[1\]"),
-    "token of one stream": (2, "draft", ([8],), r"draft: token \(1,\) does not fit a cache of 2 streams"),
-    "token alone": (1, "draft", (8,), r"draft: token \(\) does not fit a cache of 1 streams; it must be \[1\]"),
+    "token of two streams": (
+        1,
+        "draft",
+        ([8, 9],),
+        r"draft: token \(2,\) does not fit a cache of 1 streams; it must be \[1\]",
+    ),
+    "token of one stream": (
+        2,
+        "draft",
+        ([8],),
+        r"draft: token \(1,\) does not fit a cache of 2 streams",
+    ),
+    "token alone": (
+        1,
+        "draft",
+        (8,),
+        r"draft: token \(\) does not fit a cache of 1 streams; it must be \[1\]",
+    ),
     "token in a row": (1, "draft", ([[8]],), r"draft: token \(1, 1\) does not fit"),
     "token ragged": (1, "draft", (RAGGED,), "draft: token: the rows differ in length"),
     "token fraction": (1, "draft", ([8.5],), "token ids must be integers, got float64"),
-    "hidden narrow": (1, "draft", ([8], np.zeros((1, 128), np.float32)), r"draft: hidden \(1, 128\) of float32 must be \[1, 384\]"),
-    "hidden of two": (1, "draft", ([8], jnp.zeros((2, WIDTH))), r"draft: hidden \(2, 384\) of float32 must be \[1, 384\] of floats"),
-    "hidden of ids": (1, "draft", ([8], np.zeros((1, WIDTH), np.int32)), "draft: hidden .* of int32 must be"),
+    "hidden narrow": (
+        1,
+        "draft",
+        ([8], np.zeros((1, 128), np.float32)),
+        r"draft: hidden \(1, 128\) of float32 must be \[1, 384\]",
+    ),
+    "hidden of two": (
+        1,
+        "draft",
+        ([8], jnp.zeros((2, WIDTH))),
+        r"draft: hidden \(2, 384\) of float32 must be \[1, 384\] of floats",
+    ),
+    "hidden of ids": (
+        1,
+        "draft",
+        ([8], np.zeros((1, WIDTH), np.int32)),
+        "draft: hidden .* of int32 must be",
+    ),
     "hidden ragged": (1, "draft", ([8], RAGGED), "draft: hidden: the rows differ in length"),
-    "commit two": (1, "commit", ([1, 2],), r"commit: n \(2,\) does not fit a cache of 1 streams; it must be \[1\]"),
-    "commit two on the device": (1, "commit", (jnp.array([1, 2]),), r"commit: n \(2,\) does not fit"),
-    "commit one of two": (2, "commit", ([1],), r"commit: n \(1,\) does not fit a cache of 2 streams; it must be \[2\]"),
+    "commit two": (
+        1,
+        "commit",
+        ([1, 2],),
+        r"commit: n \(2,\) does not fit a cache of 1 streams; it must be \[1\]",
+    ),
+    "commit two on the device": (
+        1,
+        "commit",
+        (jnp.array([1, 2]),),
+        r"commit: n \(2,\) does not fit",
+    ),
+    "commit one of two": (
+        2,
+        "commit",
+        ([1],),
+        r"commit: n \(1,\) does not fit a cache of 2 streams; it must be \[2\]",
+    ),
     "commit number": (1, "commit", (1,), r"commit: n \(\) does not fit"),
     "commit negative": (1, "commit", ([-1],), r"commit: n \[-1\] must be 0 or more"),
     "commit fraction": (1, "commit", ([1.5],), "commit: n must be integers, got float64"),
-    "commit fraction on the device": (1, "commit", (jnp.array([1.5]),), "commit: n must be integers, got float32"),
+    "commit fraction on the device": (
+        1,
+        "commit",
+        (jnp.array([1.5]),),
+        "commit: n must be integers, got float32",
+    ),
     "commit ragged": (1, "commit", (RAGGED,), "commit: n: the rows differ in length"),
-    "valid fraction": (1, "extend", ([[1, 2]], [1.7]), "extend: valid must be integers, got float64"),
+    "valid fraction": (
+        1,
+        "extend",
+        ([[1, 2]], [1.7]),
+        "extend: valid must be integers, got float64",
+    ),
     "valid truth": (1, "extend", ([[1, 2]], [True]), "extend: valid must be integers, got bool"),
-    "valid ragged": (2, "extend", ([[1, 2], [3, 4]], RAGGED), "extend: valid: the rows differ in length"),
-    "tokens ragged": (2, "extend", (RAGGED, [2, 1]), "extend: tokens: the rows differ in length; give one array, and pad its rows"),
-    "prefill of two": (None, "prefill", ([[1, 2]],), r"prefill: tokens \(1, 2\) must be one list of token ids, of one stream"),
+    "valid ragged": (
+        2,
+        "extend",
+        ([[1, 2], [3, 4]], RAGGED),
+        "extend: valid: the rows differ in length",
+    ),
+    "tokens ragged": (
+        2,
+        "extend",
+        (RAGGED, [2, 1]),
+        "extend: tokens: the rows differ in length; give one array, and pad its rows",
+    ),
+    "prefill of two": (
+        None,
+        "prefill",
+        ([[1, 2]],),
+        r"prefill: tokens \(1, 2\) must be one list of token ids, of one stream",
+    ),
     "prefill number": (None, "prefill", (7,), r"prefill: tokens \(\) must be one list"),
     "prefill ragged": (None, "prefill", (RAGGED,), "prefill: tokens: the rows differ in length"),
-    "prefill text": (None, "prefill", ("text",), r"prefill: tokens \(\) must be one list of token ids"),
+    "prefill text": (
+        None,
+        "prefill",
+        ("text",),
+        r"prefill: tokens \(\) must be one list of token ids",
+    ),
 }
 
 
@@ -59,13 +140,24 @@ def test_refused_before_compilation(golden_float, caches, case):
 
 
 def test_commit_takes_what_holds_integers(caches):
-    for n in ([2, 0], (2, 0), np.array([2, 0], np.int64), np.array([2, 0], np.uint8), jnp.array([2, 0])):
+    for n in (
+        [2, 0],
+        (2, 0),
+        np.array([2, 0], np.int64),
+        np.array([2, 0], np.uint8),
+        jnp.array([2, 0]),
+    ):
         assert dspark.commit(caches[2], n).position.tolist() == [5, 3]
 
 
 def test_commit_can_be_traced(caches):
-    moved = jax.jit(lambda cache, n: dspark.commit(cache, n).position)(caches[2], np.array([2, 0], np.int32))
+    moved = jax.jit(lambda cache, n: dspark.commit(cache, n).position)(
+        caches[2], np.array([2, 0], np.int32)
+    )
     assert moved.tolist() == [5, 3]
-    assert jax.jit(dspark.commit)(caches[2], [2, 0]).position.tolist() == [5, 3]  # a list of traced numbers
+    assert jax.jit(dspark.commit)(caches[2], [2, 0]).position.tolist() == [
+        5,
+        3,
+    ]  # a list of traced numbers
     with pytest.raises(dspark.PromptError, match="does not fit a cache of 2 streams"):
         jax.eval_shape(dspark.commit, caches[2], np.array([2], np.int32))

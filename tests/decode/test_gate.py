@@ -1,4 +1,6 @@
-"""The gate against a reference written as plain loops in float64, and the rules that a loop is too easy to get wrong in."""
+"""The gate against a reference written as plain loops in float64, and the rules that a loop is too
+easy to get wrong in.
+"""
 
 import dataclasses
 
@@ -42,7 +44,10 @@ class Reference:
                     b = bucket_of(score)
                     product *= (self.matches[b] + 1.5) / (self.observed[b] + 2)
                 tokens += product
-            rates.append(tokens / (c.draft_ms + c.verify_base_ms + c.verify_slope_ms * n if n else c.plain_ms))
+            rates.append(
+                tokens
+                / (c.draft_ms + c.verify_base_ms + c.verify_slope_ms * n if n else c.plain_ms)
+            )
         best = max(range(block + 1), key=lambda n: (rates[n], -n))
         if best != block and rates[best] < c.margin * rates[block]:
             best = block
@@ -73,7 +78,9 @@ def state_with(matches, observed, batch=1):
 
 
 def drive(config, rounds, block, batch, seed):
-    """Runs `rounds` random rounds through gate and reference; checks every choice; returns (gate state, references)."""
+    """Runs `rounds` random rounds through gate and reference; checks every choice; returns (gate
+    state, references).
+    """
     rng = np.random.default_rng(seed)
     state, references = gate.init(config, batch), [Reference(config) for _ in range(batch)]
     for _ in range(rounds):
@@ -82,7 +89,9 @@ def drive(config, rounds, block, batch, seed):
         n = np.array(gate.choose(config, state, conf))
         assert n.tolist() == [r.choose(row) for r, row in zip(references, conf.astype(float))]
         n[by_margin] = 0
-        right = rng.random((batch, block)) < 1 / (1 + np.exp(-conf))  # scores that mean what they say
+        right = rng.random((batch, block)) < 1 / (
+            1 + np.exp(-conf)
+        )  # scores that mean what they say
         accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), n)
         state = gate.observe(config, state, conf, accepted, n)
         state = gate.note_skipped(state, n == 0, by_margin)
@@ -95,7 +104,12 @@ def drive(config, rounds, block, batch, seed):
 
 @pytest.mark.parametrize("block", [1, 5, 8])
 @pytest.mark.parametrize(
-    "numbers", [{}, {"margin": 1.0, "min_draft": 3, "plain_ms": 331}, {"draft_ms": 20, "decay": 0.5, "margin": 0.9}]
+    "numbers",
+    [
+        {},
+        {"margin": 1.0, "min_draft": 3, "plain_ms": 331},
+        {"draft_ms": 20, "decay": 0.5, "margin": 0.9},
+    ],
 )
 def test_random_rounds_equal_the_loop_reference(numbers, block):
     config = dataclasses.replace(ON, **numbers)
@@ -103,7 +117,10 @@ def test_random_rounds_equal_the_loop_reference(numbers, block):
     state, references = drive(config, rounds=60, block=block, batch=3, seed=block)
     for name in ("rounds", "truncated", "skipped", "margin_skipped"):
         assert getattr(state, name).tolist() == [getattr(r, name) for r in references], name
-    assert state.matches.dtype == state.observed.dtype == jnp.float32 and state.rounds.dtype == jnp.int32
+    assert (
+        state.matches.dtype == state.observed.dtype == jnp.float32
+        and state.rounds.dtype == jnp.int32
+    )
     np.testing.assert_allclose(state.matches, [r.matches for r in references], rtol=1e-5)
     np.testing.assert_allclose(state.observed, [r.observed for r in references], rtol=1e-5)
 
@@ -111,7 +128,15 @@ def test_random_rounds_equal_the_loop_reference(numbers, block):
 def test_the_random_rounds_reach_every_kind_of_choice():
     state, _ = drive(ON, rounds=60, block=5, batch=3, seed=5)
     full = state.rounds - state.truncated - state.skipped
-    assert min(full.sum(), state.truncated.sum(), (state.skipped - state.margin_skipped).sum(), state.margin_skipped.sum()) > 0
+    assert (
+        min(
+            full.sum(),
+            state.truncated.sum(),
+            (state.skipped - state.margin_skipped).sum(),
+            state.margin_skipped.sum(),
+        )
+        > 0
+    )
 
 
 def test_off_means_the_whole_block():
@@ -121,42 +146,77 @@ def test_off_means_the_whole_block():
 
 
 def test_a_cold_gate_expects_three_drafts_in_four_to_match():
-    # E(5) = 1 + 3/4 + ... + (3/4)^5 = 3.288, and 1.15 * 303 ms * 3.288 = 1145.7 ms = 845 ms of verify + 300.7 ms of draft.
+    # E(5) = 1 + 3/4 + ... + (3/4)^5 = 3.288, and 1.15 * 303 ms * 3.288 = 1145.7 ms = 845 ms of
+    # verify + 300.7 ms of draft.
     state = gate.init(ON, 1)
     assert gate.choose(ON, state, jnp.zeros((1, 5))).tolist() == [5]
-    assert gate.choose(dataclasses.replace(ON, draft_ms=300), state, jnp.zeros((1, 5))).tolist() == [5]
-    assert gate.choose(dataclasses.replace(ON, draft_ms=301), state, jnp.zeros((1, 5))).tolist() == [0]
+    assert gate.choose(
+        dataclasses.replace(ON, draft_ms=300), state, jnp.zeros((1, 5))
+    ).tolist() == [5]
+    assert gate.choose(
+        dataclasses.replace(ON, draft_ms=301), state, jnp.zeros((1, 5))
+    ).tolist() == [0]
 
 
 @pytest.mark.parametrize(
     "score, bucket",
-    [(-99, 0), (-0.5001, 0), (-0.5, 1), (0.4999, 1), (0.5, 2), (1.5, 3), (2.9999, 3), (3, 4), (5.9999, 4), (6, 5), (99, 5)],
+    [
+        (-99, 0),
+        (-0.5001, 0),
+        (-0.5, 1),
+        (0.4999, 1),
+        (0.5, 2),
+        (1.5, 3),
+        (2.9999, 3),
+        (3, 4),
+        (5.9999, 4),
+        (6, 5),
+        (99, 5),
+    ],
 )
 def test_a_bucket_holds_its_lower_edge_only(score, bucket):
     state = gate.observe(ON, gate.init(ON, 1), [[float(score)]], [1], [1])
-    assert state.observed[0].tolist() == state.matches[0].tolist() == [float(i == bucket) for i in range(6)]
+    assert (
+        state.observed[0].tolist()
+        == state.matches[0].tolist()
+        == [float(i == bucket) for i in range(6)]
+    )
 
 
 def test_a_tie_goes_to_the_smaller_n():
-    # p = 3/4: E = 1, 7/4, 37/16. The costs are chosen so that the rates of 0, 1 and 2 are exactly equal.
+    # p = 3/4: E = 1, 7/4, 37/16. The costs are chosen so that the rates of 0, 1 and 2 are exactly
+    # equal.
     state = gate.init(ON, 1)
-    equal = dataclasses.replace(ON, margin=1.0, plain_ms=16, draft_ms=19, verify_base_ms=0, verify_slope_ms=9)
+    equal = dataclasses.replace(
+        ON, margin=1.0, plain_ms=16, draft_ms=19, verify_base_ms=0, verify_slope_ms=9
+    )
     assert gate.choose(equal, state, jnp.zeros((1, 2))).tolist() == [0]
-    assert gate.choose(dataclasses.replace(equal, plain_ms=17), state, jnp.zeros((1, 2))).tolist() == [1]
-    assert gate.choose(dataclasses.replace(equal, plain_ms=17, draft_ms=18), state, jnp.zeros((1, 2))).tolist() == [1]
-    assert gate.choose(dataclasses.replace(equal, plain_ms=17, draft_ms=20), state, jnp.zeros((1, 2))).tolist() == [2]
+    assert gate.choose(
+        dataclasses.replace(equal, plain_ms=17), state, jnp.zeros((1, 2))
+    ).tolist() == [1]
+    assert gate.choose(
+        dataclasses.replace(equal, plain_ms=17, draft_ms=18), state, jnp.zeros((1, 2))
+    ).tolist() == [1]
+    assert gate.choose(
+        dataclasses.replace(equal, plain_ms=17, draft_ms=20), state, jnp.zeros((1, 2))
+    ).tolist() == [2]
 
 
 def test_a_tie_survives_decimal_costs():
-    # E(0) = 1 and E(1) = 1.75: the rates are equal at cost(1) = 1.75 cost(0), whatever a division would round to.
+    # E(0) = 1 and E(1) = 1.75: the rates are equal at cost(1) = 1.75 cost(0), whatever a division
+    # would round to.
     for ms in range(1, 400):
-        config = dataclasses.replace(ON, margin=1.0, plain_ms=4 * ms, draft_ms=7 * ms, verify_base_ms=0, verify_slope_ms=0)
+        config = dataclasses.replace(
+            ON, margin=1.0, plain_ms=4 * ms, draft_ms=7 * ms, verify_base_ms=0, verify_slope_ms=0
+        )
         assert gate.choose(config, gate.init(config, 1), jnp.zeros((1, 1))).tolist() == [0], ms
 
 
 def test_a_truncated_block_must_win_by_the_margin_and_exactly_the_margin_is_enough():
     # rate(0) = 1/plain, rate(1) = 1.75/700 = 1/400: plain 320 is exactly 1.25 times better.
-    config = dataclasses.replace(ON, margin=1.25, draft_ms=500, verify_base_ms=100, verify_slope_ms=100)
+    config = dataclasses.replace(
+        ON, margin=1.25, draft_ms=500, verify_base_ms=100, verify_slope_ms=100
+    )
     state, score = gate.init(ON, 1), jnp.zeros((1, 1))
     assert gate.choose(dataclasses.replace(config, plain_ms=320), state, score).tolist() == [0]
     assert gate.choose(dataclasses.replace(config, plain_ms=321), state, score).tolist() == [1]
@@ -191,13 +251,24 @@ def test_what_the_cache_cut_short_is_learned_from_and_not_counted_as_truncated()
     state = gate.observe(ON, gate.init(ON, 1), jnp.zeros((1, 5)), [2], [2], chosen=[5])
     assert state.observed[0].tolist() == state.matches[0].tolist() == [0, 2, 0, 0, 0, 0]
     after = gate.observe(ON, state, jnp.zeros((1, 5)), [0], [0], chosen=[5])
-    assert after.observed.tolist() == state.observed.tolist() and after.matches.tolist() == state.matches.tolist()
-    assert (after.rounds.tolist(), after.truncated.tolist(), after.skipped.tolist()) == ([2], [0], [0])
-    assert gate.observe(ON, state, jnp.zeros((1, 5)), [1], [1], chosen=[4]).truncated.tolist() == [1]
+    assert (
+        after.observed.tolist() == state.observed.tolist()
+        and after.matches.tolist() == state.matches.tolist()
+    )
+    assert (after.rounds.tolist(), after.truncated.tolist(), after.skipped.tolist()) == (
+        [2],
+        [0],
+        [0],
+    )
+    assert gate.observe(ON, state, jnp.zeros((1, 5)), [1], [1], chosen=[4]).truncated.tolist() == [
+        1
+    ]
 
 
 def test_decay_comes_before_what_is_added_and_touches_all_buckets():
-    state = gate.observe(dataclasses.replace(ON, decay=0.5), state_with([4] * 6, [8] * 6), [[-9.0, -9.0]], [1], [2])
+    state = gate.observe(
+        dataclasses.replace(ON, decay=0.5), state_with([4] * 6, [8] * 6), [[-9.0, -9.0]], [1], [2]
+    )
     assert state.matches[0].tolist() == [3, 2, 2, 2, 2, 2]
     assert state.observed[0].tolist() == [6, 4, 4, 4, 4, 4]
 
@@ -207,7 +278,10 @@ def test_a_skipped_round_observes_and_decays_nothing():
     state = gate.observe(ON, before, jnp.zeros((3, 5)), [0, 0, 0], [0, 0, 0])
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, state))
     state = gate.note_skipped(state, [True, True, False], [True, False, True])
-    assert state.matches.tolist() == before.matches.tolist() and state.observed.tolist() == before.observed.tolist()
+    assert (
+        state.matches.tolist() == before.matches.tolist()
+        and state.observed.tolist() == before.observed.tolist()
+    )
     assert state.rounds.tolist() == [1, 1, 0] and state.skipped.tolist() == [1, 1, 0]
     assert state.margin_skipped.tolist() == [1, 0, 0] and state.truncated.tolist() == [0, 0, 0]
 
@@ -221,12 +295,16 @@ def test_a_skipped_round_observes_and_decays_nothing():
     ],
 )
 def test_margin_skip_needs_the_gate_a_threshold_and_a_smaller_margin(config, skipped):
-    assert gate.margin_skip(config, jnp.asarray([-1.0, 0.99, 1.0, 1.01, jnp.nan])).tolist() == skipped
+    assert (
+        gate.margin_skip(config, jnp.asarray([-1.0, 0.99, 1.0, 1.01, jnp.nan])).tolist() == skipped
+    )
 
 
 def test_a_batch_equals_its_solo_streams_bit_for_bit():
     rng = np.random.default_rng(3)
-    rounds = [(rng.normal(0, 3, (4, 5)).astype(np.float32), rng.integers(0, 6, 4)) for _ in range(40)]
+    rounds = [
+        (rng.normal(0, 3, (4, 5)).astype(np.float32), rng.integers(0, 6, 4)) for _ in range(40)
+    ]
 
     def play(streams):
         state, chosen = gate.init(ON, len(streams)), []
@@ -257,13 +335,22 @@ def test_inside_jit_the_bits_are_those_outside_and_a_new_number_compiles_nothing
     configs = [
         ON,
         dataclasses.replace(ON, margin=2, decay=1, draft_ms=7, plain_ms=300.5),
-        dataclasses.replace(ON, min_draft=3, margin_threshold=1, verify_base_ms=np.float64(10), verify_slope_ms=np.int64(3)),
+        dataclasses.replace(
+            ON,
+            min_draft=3,
+            margin_threshold=1,
+            verify_base_ms=np.float64(10),
+            verify_slope_ms=np.int64(3),
+        ),
         gate.GateConfig(),
     ]
     for config in configs:
         inside = outside = gate.init(config, 2)
         for _ in range(10):
-            conf, accept = jnp.asarray(rng.normal(0, 3, (2, 5)), jnp.float32), jnp.asarray(rng.integers(0, 6, 2))
+            conf, accept = (
+                jnp.asarray(rng.normal(0, 3, (2, 5)), jnp.float32),
+                jnp.asarray(rng.integers(0, 6, 2)),
+            )
             n, inside = round_of(config, inside, conf, accept)
             assert n.tolist() == gate.choose(config, outside, conf).tolist()
             outside = gate.observe(config, outside, conf, jnp.minimum(accept, n), n)
@@ -278,7 +365,14 @@ def test_stats_of_one_stream_and_of_all():
     state = gate.observe(ON, state, [[9.0, 9.0], [-9.0, 9.0]], [1, 0], [2, 1])
     state = gate.note_skipped(state, [True, False], [True, False])
     one, both = gate.stats(state, stream=0), gate.stats(state)
-    assert one["bucket_rates"] == [0.75] * 5 + [2.5 / 4] and one["bucket_observed"] == [0, 0, 0, 0, 0, 2]
+    assert one["bucket_rates"] == [0.75] * 5 + [2.5 / 4] and one["bucket_observed"] == [
+        0,
+        0,
+        0,
+        0,
+        0,
+        2,
+    ]
     assert both["bucket_rates"] == [0.5, 0.75, 0.75, 0.75, 0.75, 2.5 / 4]
     assert [one[k] for k in ("rounds", "truncated", "skipped", "margin_skipped")] == [2, 0, 1, 1]
     assert [both[k] for k in ("rounds", "truncated", "skipped", "margin_skipped")] == [3, 1, 1, 1]
@@ -286,18 +380,31 @@ def test_stats_of_one_stream_and_of_all():
 
 
 def test_the_defaults_are_those_of_the_published_gate():
-    assert gate.GateConfig.from_env({}) == gate.GateConfig() == gate.GateConfig(False, 0.0, 1.15, 0, 0.9, 196, 300, 109, 303)
+    assert (
+        gate.GateConfig.from_env({})
+        == gate.GateConfig()
+        == gate.GateConfig(False, 0.0, 1.15, 0, 0.9, 196, 300, 109, 303)
+    )
 
 
 def test_every_variable_is_read(monkeypatch):
-    values = {"MARGIN_THRESHOLD": 0.5, "MARGIN": 1.3, "MIN_DRAFT": 2, "DECAY": 0.8, "DRAFT_MS": 1, "VERIFY_BASE_MS": 2.5}
+    values = {
+        "MARGIN_THRESHOLD": 0.5,
+        "MARGIN": 1.3,
+        "MIN_DRAFT": 2,
+        "DECAY": 0.8,
+        "DRAFT_MS": 1,
+        "VERIFY_BASE_MS": 2.5,
+    }
     for name, value in (values | {"VERIFY_SLOPE_MS": 3, "PLAIN_MS": 4}).items():
         monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_" + name, str(value))
     monkeypatch.setenv("DEEPSEEK_DSPARK_GATE", "1")
     assert gate.GateConfig.from_env() == gate.GateConfig(True, 0.5, 1.3, 2, 0.8, 1, 2.5, 3, 4)
 
 
-@pytest.mark.parametrize("suffix", ["", "_MARGIN_THRESHOLD", "_MARGIN", "_MIN_DRAFT", "_DECAY", "_DRAFT_MS", "_PLAIN_MS"])
+@pytest.mark.parametrize(
+    "suffix", ["", "_MARGIN_THRESHOLD", "_MARGIN", "_MIN_DRAFT", "_DECAY", "_DRAFT_MS", "_PLAIN_MS"]
+)
 @pytest.mark.parametrize("text", ["fast", "", "1,15", "nan", "inf", "-1"])
 def test_a_bad_variable_is_refused_by_name(suffix, text):
     name = "DEEPSEEK_DSPARK_GATE" + suffix
@@ -306,7 +413,15 @@ def test_a_bad_variable_is_refused_by_name(suffix, text):
 
 
 @pytest.mark.parametrize(
-    "name, text", [("", "2"), ("_DECAY", "1.5"), ("_MIN_DRAFT", "2.5"), ("_MARGIN", "0"), ("_PLAIN_MS", "0"), ("_DRAFT_MS", "1e39")]
+    "name, text",
+    [
+        ("", "2"),
+        ("_DECAY", "1.5"),
+        ("_MIN_DRAFT", "2.5"),
+        ("_MARGIN", "0"),
+        ("_PLAIN_MS", "0"),
+        ("_DRAFT_MS", "1e39"),
+    ],
 )
 def test_a_variable_out_of_range_is_refused_by_name(name, text):
     with pytest.raises(ConfigError, match=f"DEEPSEEK_DSPARK_GATE{name}: "):
@@ -314,7 +429,9 @@ def test_a_variable_out_of_range_is_refused_by_name(name, text):
 
 
 def test_an_unknown_variable_is_refused_by_name():
-    with pytest.raises(ConfigError, match="DEEPSEEK_DSPARK_GATE_MARGN is not known.*DEEPSEEK_DSPARK_GATE_MARGIN,"):
+    with pytest.raises(
+        ConfigError, match="DEEPSEEK_DSPARK_GATE_MARGN is not known.*DEEPSEEK_DSPARK_GATE_MARGIN,"
+    ):
         gate.GateConfig.from_env({"DEEPSEEK_DSPARK_GATE_MARGN": "1.2"})
 
 
@@ -334,10 +451,17 @@ def test_an_unknown_variable_is_refused_by_name():
         ({"decay": True}, "decay: True is not a number"),
         ({"plain_ms": [303]}, r"plain_ms: \[303\] is not a number"),
         ({"draft_ms": 1e39}, r"draft_ms: 1e\+39 is not a finite number of float32"),
-        ({"draft_ms": 10**5000}, "draft_ms: an integer of 16610 bits is not a finite number of float32"),
+        (
+            {"draft_ms": 10**5000},
+            "draft_ms: an integer of 16610 bits is not a finite number of float32",
+        ),
         ({"margin": jnp.array(1j)}, "margin: .* is not a number"),
         ({"margin": 1e-46}, "margin: 1e-46 must be more than 0, in float32"),
-        ({"verify_slope_ms": 1e38}, "draft_ms, verify_base_ms and verify_slope_ms: a block of 5 drafts would cost 5e\\+38 ms"),
+        (
+            {"verify_slope_ms": 1e38},
+            "draft_ms, verify_base_ms and verify_slope_ms: a block of 5 drafts would cost "
+            "5e\\+38 ms",
+        ),
         ({"draft_ms": 0, "verify_base_ms": 0, "verify_slope_ms": 0}, "must cost something"),
     ],
 )
@@ -349,7 +473,12 @@ def test_validate_refuses_by_field(change, message):
 def test_validate_accepts_what_fits():
     gate.validate(gate.GateConfig(), block_size=1)
     gate.validate(dataclasses.replace(ON, min_draft=5), block_size=5)
-    gate.validate(dataclasses.replace(ON, draft_ms=np.float32(3), plain_ms=jnp.float32(2), min_draft=np.int64(1)), block_size=5)
+    gate.validate(
+        dataclasses.replace(
+            ON, draft_ms=np.float32(3), plain_ms=jnp.float32(2), min_draft=np.int64(1)
+        ),
+        block_size=5,
+    )
 
 
 def test_choose_refuses_a_min_draft_longer_than_the_block():

@@ -1,6 +1,8 @@
-"""generate() and stream() on the golden model with activation quantisation: the same tokens whatever the drafter, the mode and the gate.
+"""generate() and stream() on the golden model with activation quantisation: the same tokens
+whatever the drafter, the mode and the gate.
 
-The plain stream is the reference. Drafters that a test scripts (round_parts.py) are right, wrong or both at chosen positions.
+The plain stream is the reference. Drafters that a test scripts (round_parts.py) are right, wrong or
+both at chosen positions.
 """
 
 import dataclasses
@@ -12,16 +14,47 @@ import pytest
 
 import dspark_jax as dspark
 from dspark_jax.decode import engine as engines
-from helpers.round_parts import BLOCK, OWN, byte_tokenizer, compilations, continuation, hostile, perfect, scripted, wrong
+
+from helpers.round_parts import (
+    BLOCK,
+    OWN,
+    byte_tokenizer,
+    compilations,
+    continuation,
+    hostile,
+    perfect,
+    scripted,
+    wrong,
+)
 from helpers.support import MAX_SEQ_LEN
 
-generate_module = importlib.import_module("dspark_jax.decode.generate")  # the package's attribute of that name is the function
+generate_module = importlib.import_module(
+    "dspark_jax.decode.generate"
+)  # the package's attribute of that name is the function
 SPECULATIVE = ("sequential", "block")
 GATES = [
     dspark.GateConfig(enabled=True),
-    dspark.GateConfig(enabled=True, margin=1.0, draft_ms=10, verify_base_ms=200, verify_slope_ms=100),
-    dspark.GateConfig(enabled=True, margin=1.0, draft_ms=30, verify_base_ms=250, verify_slope_ms=60, decay=0.5, margin_threshold=0.9),
-    dspark.GateConfig(enabled=True, margin=1.0, draft_ms=10, verify_base_ms=200, verify_slope_ms=100, min_draft=3, margin_threshold=2),
+    dspark.GateConfig(
+        enabled=True, margin=1.0, draft_ms=10, verify_base_ms=200, verify_slope_ms=100
+    ),
+    dspark.GateConfig(
+        enabled=True,
+        margin=1.0,
+        draft_ms=30,
+        verify_base_ms=250,
+        verify_slope_ms=60,
+        decay=0.5,
+        margin_threshold=0.9,
+    ),
+    dspark.GateConfig(
+        enabled=True,
+        margin=1.0,
+        draft_ms=10,
+        verify_base_ms=200,
+        verify_slope_ms=100,
+        min_draft=3,
+        margin_threshold=2,
+    ),
 ]
 
 
@@ -39,21 +72,35 @@ def test_plain_is_the_golden_stream(plain, expected_reference):
         assert plain[i][:24] == expected_reference[f"p{i}.decode_ids"].tolist()
 
 
-@pytest.mark.parametrize("gate", [dspark.GateConfig(), *GATES], ids=["off", *(f"gate{i}" for i in range(len(GATES)))])
+@pytest.mark.parametrize(
+    "gate", [dspark.GateConfig(), *GATES], ids=["off", *(f"gate{i}" for i in range(len(GATES)))]
+)
 def test_modes_and_gates_give_the_plain_stream(model, prompts, plain, gate):
     records = []
     for mode in SPECULATIVE:
         out = dspark.generate(model, prompts, 75, mode, gate, stop_token_ids=[])
         assert out.tokens == plain
         records.append(out.rounds)
-    assert records[0] == records[1], "both modes verify the same drafts, scored to the last bit alike"
+    assert records[0] == records[1], (
+        "both modes verify the same drafts, scored to the last bit alike"
+    )
 
 
 def test_gates_of_these_tests_choose_differently(model, prompts):
     rounds = [continuation(model, prompts[1], 75, "block", gate=gate)[1] for gate in GATES]
     lengths = [{record.verified for record in records} for records in rounds]
-    assert lengths[0] == {0, BLOCK} and lengths[1] >= {1, 2} and lengths[2] >= {0, 3, 4} and lengths[3] == {0, 3}
-    assert [set(kinds(records)) for records in rounds] == [{"", "gate"}, {""}, {"", "margin"}, {"", "margin"}]
+    assert (
+        lengths[0] == {0, BLOCK}
+        and lengths[1] >= {1, 2}
+        and lengths[2] >= {0, 3, 4}
+        and lengths[3] == {0, 3}
+    )
+    assert [set(kinds(records)) for records in rounds] == [
+        {"", "gate"},
+        {""},
+        {"", "margin"},
+        {"", "margin"},
+    ]
 
 
 @pytest.mark.parametrize("mode", SPECULATIVE)
@@ -68,7 +115,9 @@ def test_scheduler_needs_fewer_rounds_than_plain(model, prompts, plain, mode, ex
 def test_perfect_draft_is_accepted_whole(model, prompts, plain, mode):
     tokens, rounds = continuation(perfect(model, prompts[0], plain[0]), prompts[0], 73, mode)
     assert tokens == plain[0][:73]
-    assert [r.accepted for r in rounds] == [BLOCK] * 12, "60 drafts, no mismatch, every round emits block + 1"
+    assert [r.accepted for r in rounds] == [BLOCK] * 12, (
+        "60 drafts, no mismatch, every round emits block + 1"
+    )
 
 
 @pytest.mark.parametrize("mode", SPECULATIVE)
@@ -80,14 +129,20 @@ def test_hostile_draft_is_rejected_whole(model, prompts, plain, mode):
 
 @pytest.mark.parametrize("mode", SPECULATIVE)
 def test_half_right_drafts(model, prompts, plain, mode):
-    """Right at random positions: every accepted length occurs, and the record counts the leading right ones."""
+    """Right at random positions: every accepted length occurs, and the record counts the leading
+    right ones.
+    """
     right = np.random.default_rng(5).random(75) < 0.75
     script = [t if ok else w for t, w, ok in zip(plain[0], wrong(plain[0], 256), right)]
     tokens, rounds = continuation(scripted(model, [*prompts[0], *script]), prompts[0], 75, mode)
     assert tokens == plain[0]
     at, expected = 0, []
     while at < 74:
-        leading = [*right[at + 1:at + 1 + BLOCK], False].index(False) if at + BLOCK < 75 else rounds[len(expected)].accepted
+        leading = (
+            [*right[at + 1 : at + 1 + BLOCK], False].index(False)
+            if at + BLOCK < 75
+            else rounds[len(expected)].accepted
+        )
         expected.append(leading)
         at += leading + 1
     assert [r.accepted for r in rounds] == expected and set(expected) >= {0, 1, 2, 3, 5}
@@ -97,12 +152,16 @@ def test_half_right_drafts(model, prompts, plain, mode):
 def test_stop_token_at_every_position_of_a_block(model, prompts, plain, mode):
     oracle, stream = perfect(model, prompts[1], plain[1]), plain[1]
     first_seen = [t for t in range(20) if stream[t] not in stream[:t]]
-    assert {(t - 1) % 6 for t in first_seen if t} == set(range(6)), "every place in a block, and the first token of all"
+    assert {(t - 1) % 6 for t in first_seen if t} == set(range(6)), (
+        "every place in a block, and the first token of all"
+    )
     for t in first_seen:
         out = dspark.generate(oracle, prompts[1], 40, mode, stop_token_ids=[stream[t], 256 - 1])
-        assert out.tokens == [stream[:t + 1]] and out.finish_reasons == ["stop"]
+        assert out.tokens == [stream[: t + 1]] and out.finish_reasons == ["stop"]
         assert len(out.rounds[0]) == -(-t // 6)
-        assert all(r.accepted == BLOCK for r in out.rounds[0]), "what was computed, not what was kept"
+        assert all(r.accepted == BLOCK for r in out.rounds[0]), (
+            "what was computed, not what was kept"
+        )
 
 
 @pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
@@ -122,24 +181,29 @@ def test_default_stop_tokens_are_those_of_the_config(model, prompts, plain):
     model = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_token_id=ends))
     cut = [next((t for t, token in enumerate(stream) if token in ends), None) for stream in plain]
     out = dspark.generate(model, prompts, 75)
-    assert out.tokens == [stream[:t + 1] for stream, t in zip(plain, cut)]
+    assert out.tokens == [stream[: t + 1] for stream, t in zip(plain, cut)]
     assert out.finish_reasons == ["stop"] * 3
     assert dspark.generate(model, prompts, 75, stop_token_ids=[]).tokens == plain
 
 
 @pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
 def test_the_last_position_of_the_cache(model, prompts, plain, mode):
-    """Prompt and output fill max_seq_len exactly. Every token must be what a prefill of all before it says."""
+    """Prompt and output fill max_seq_len exactly. Every token must be what a prefill of all before
+    it says.
+    """
     prompt = (prompts[2] + plain[2])[:100]
     length = MAX_SEQ_LEN - len(prompt)
     tokens, rounds = continuation(model, prompt, length, mode)
     assert len(tokens) == length
     for i in (0, 10, 20, 25, 26, 27):
-        assert continuation(model, prompt + tokens[:i], 1, mode)[0] == tokens[i:i + 1]
+        assert continuation(model, prompt + tokens[:i], 1, mode)[0] == tokens[i : i + 1]
     for drafter in (perfect, hostile):
         again, rounds = continuation(drafter(model, prompt, tokens), prompt, length, mode)
         assert again == tokens
-    with pytest.raises(dspark.PromptError, match=f"100 tokens and max_new_tokens {length + 1} together exceed max_seq_len 128"):
+    with pytest.raises(
+        dspark.PromptError,
+        match=f"100 tokens and max_new_tokens {length + 1} together exceed max_seq_len 128",
+    ):
         dspark.generate(model, prompt, length + 1, mode)
 
 
@@ -154,13 +218,19 @@ def test_rounds_at_the_end_of_the_cache_verify_what_fits(model, prompts, plain):
 
 
 @pytest.mark.parametrize("mode", SPECULATIVE)
-@pytest.mark.parametrize("gate", [dspark.GateConfig(), dspark.GateConfig(enabled=True, plain_ms=1e6, min_draft=BLOCK)], ids=["off", "on"])
+@pytest.mark.parametrize(
+    "gate",
+    [dspark.GateConfig(), dspark.GateConfig(enabled=True, plain_ms=1e6, min_draft=BLOCK)],
+    ids=["off", "on"],
+)
 def test_the_end_of_the_cache_is_not_the_gates_doing(model, prompts, plain, mode, gate):
     """The cache has room for fewer and fewer drafts; the gate wanted all of them."""
     prompt = (prompts[2] + plain[2])[:100]
     tokens, _ = continuation(model, prompt, 28, "plain")
     out = dspark.generate(hostile(model, prompt, tokens), prompt, 28, mode, gate, stop_token_ids=[])
-    assert [r.verified for r in out.rounds[0]] == [BLOCK] * 22 + [5, 4, 3, 2, 1] and out.tokens == [tokens]
+    assert [r.verified for r in out.rounds[0]] == [BLOCK] * 22 + [5, 4, 3, 2, 1] and out.tokens == [
+        tokens
+    ]
     counters = out.stats["gate"]
     assert (counters["rounds"], counters["truncated"], counters["skipped"]) == (27, 0, 0)
     assert kinds(out.rounds[0]) == [""] * 27
@@ -169,19 +239,31 @@ def test_the_end_of_the_cache_is_not_the_gates_doing(model, prompts, plain, mode
 @pytest.mark.parametrize("mode", SPECULATIVE)
 @pytest.mark.parametrize("gate", GATES, ids=lambda g: f"threshold{g.margin_threshold}")
 def test_records_replayed_through_the_gate(model, prompts, plain, mode, gate):
-    """From the records alone, the gate's functions give every choice, every skip, and the state that the stats show."""
+    """From the records alone, the gate's functions give every choice, every skip, and the state
+    that the stats show.
+    """
     confidence = np.random.default_rng(7).normal(2, 3, MAX_SEQ_LEN).astype(np.float32)
-    out = dspark.generate(scripted(model, (), confidence), prompts[1], 75, mode, gate, stop_token_ids=[])
+    out = dspark.generate(
+        scripted(model, (), confidence), prompts[1], 75, mode, gate, stop_token_ids=[]
+    )
     state = dspark.gate.init(gate, 1)
     for record in out.rounds[0]:
         if record.margin < gate.margin_threshold:
-            assert (record.skipped, record.proposed, record.verified, record.accepted) == ("margin", 0, 0, 0)
+            assert (record.skipped, record.proposed, record.verified, record.accepted) == (
+                "margin",
+                0,
+                0,
+                0,
+            )
             assert record.confidence is None
             state = dspark.gate.note_skipped(state, [True], [True])
             continue
         scores = np.array([record.confidence], np.float32)
         n = dspark.gate.choose(gate, state, scores)
-        assert (record.proposed, record.verified) == (BLOCK, int(n[0])) and 0 <= record.accepted <= record.verified
+        assert (record.proposed, record.verified) == (
+            BLOCK,
+            int(n[0]),
+        ) and 0 <= record.accepted <= record.verified
         assert record.skipped == ("" if record.verified else "gate")
         state = dspark.gate.observe(gate, state, scores, [record.accepted], n)
         state = dspark.gate.note_skipped(state, n == 0, [False])
@@ -196,17 +278,28 @@ def test_stats_are_counts_of_the_records(model, prompts):
         stats = out.stats if name is None else out.stats["per_prompt"][name]
         verified, accepted = sum(r.verified for r in records), sum(r.accepted for r in records)
         assert stats["rounds"] == len(records)
-        assert (stats["proposed"], stats["verified"], stats["accepted"]) == (sum(r.proposed for r in records), verified, accepted)
+        assert (stats["proposed"], stats["verified"], stats["accepted"]) == (
+            sum(r.proposed for r in records),
+            verified,
+            accepted,
+        )
         assert stats["accept_rate"] == accepted / verified
         assert stats["tokens_per_round"] == np.mean([r.accepted + 1 for r in records])
-        assert stats["accepted_by_position"] == [sum(1 for r in records if r.accepted >= k) for k in range(1, BLOCK + 1)]
+        assert stats["accepted_by_position"] == [
+            sum(1 for r in records if r.accepted >= k) for k in range(1, BLOCK + 1)
+        ]
         assert stats["tokens"] == (90 if name is None else 30)
         assert stats["tokens_per_second"] == stats["tokens"] / stats["seconds"]
     assert [per["prompt_tokens"] for per in out.stats["per_prompt"]] == [len(p) for p in prompts]
-    counters, skipped = out.stats["gate"], [kind for records in out.rounds for kind in kinds(records) if kind]
+    counters, skipped = (
+        out.stats["gate"],
+        [kind for records in out.rounds for kind in kinds(records) if kind],
+    )
     assert counters["rounds"] == out.stats["rounds"] and counters["skipped"] == len(skipped)
     assert counters["margin_skipped"] == skipped.count("margin") > 0
-    assert counters["truncated"] == sum(0 < r.verified < BLOCK for records in out.rounds for r in records)
+    assert counters["truncated"] == sum(
+        0 < r.verified < BLOCK for records in out.rounds for r in records
+    )
     assert out.stats["seconds"] == sum(per["seconds"] for per in out.stats["per_prompt"]) > 0
 
 
@@ -226,7 +319,9 @@ def test_one_token_is_no_round(model, prompts, plain):
 @pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
 def test_a_prompt_gives_the_same_alone_before_and_after_another(model, prompts, mode):
     order = [0, 2, 1, 0]
-    together = dspark.generate(model, [prompts[i] for i in order], 30, mode, GATES[1], stop_token_ids=[])
+    together = dspark.generate(
+        model, [prompts[i] for i in order], 30, mode, GATES[1], stop_token_ids=[]
+    )
     for i, tokens, rounds in zip(order, together.tokens, together.rounds):
         assert (tokens, rounds) == continuation(model, prompts[i], 30, mode, gate=GATES[1])
 
@@ -242,7 +337,9 @@ def test_stream_is_generate_round_by_round(model, prompts, mode):
     if mode == "plain":
         assert [len(event.tokens) for event in events] == [1] * 31
     else:
-        assert [len(event.tokens) for event in events[1:-1]] == [r.accepted + 1 for r in out.rounds[0][:-1]]
+        assert [len(event.tokens) for event in events[1:-1]] == [
+            r.accepted + 1 for r in out.rounds[0][:-1]
+        ]
 
 
 def test_two_streams_at_once_do_not_mix(model, prompts, plain):
@@ -277,10 +374,20 @@ def test_200_rounds_of_everything_compile_nothing(model, prompts, plain):
     with compilations() as compiled:
         while rounds < 200:
             length = int(rng.integers(1, 40))
-            gate = dspark.GateConfig(enabled=bool(rng.integers(2)), margin_threshold=float(rng.integers(2)) * 0.2,
-                                     plain_ms=float(rng.integers(50, 400)), min_draft=int(rng.integers(4)))
-            out = dspark.generate(drafters[rng.integers(3)], texts[:length], int(rng.integers(1, 60)), SPECULATIVE[rng.integers(2)], gate,
-                                  stop_token_ids=rng.integers(0, 256, rng.integers(4)).tolist())
+            gate = dspark.GateConfig(
+                enabled=bool(rng.integers(2)),
+                margin_threshold=float(rng.integers(2)) * 0.2,
+                plain_ms=float(rng.integers(50, 400)),
+                min_draft=int(rng.integers(4)),
+            )
+            out = dspark.generate(
+                drafters[rng.integers(3)],
+                texts[:length],
+                int(rng.integers(1, 60)),
+                SPECULATIVE[rng.integers(2)],
+                gate,
+                stop_token_ids=rng.integers(0, 256, rng.integers(4)).tolist(),
+            )
             rounds += len(out.rounds[0])
             assert out.stats["compile_seconds"] == 0
         dspark.generate(model, texts[:3], 40, "plain")
@@ -297,6 +404,7 @@ def test_compile_seconds_are_counted_apart(plain_run):
 
 # Text
 
+
 def test_streamed_text_adds_up(model, prompts):
     """Ids of single bytes: random ones, so that whole characters, split ones and broken ones occur."""
     model = dataclasses.replace(model, tokenizer=byte_tokenizer())
@@ -311,5 +419,8 @@ def test_text_prompts_are_what_they_encode_to(model, plain):
     model = dataclasses.replace(model, tokenizer=byte_tokenizer())
     text = "caf\u00e9 \U0001f642"
     out = dspark.generate(model, [text, "b"], 9, stop_token_ids=[])
-    assert out.tokens == dspark.generate(model, [list(text.encode()), [98]], 9, stop_token_ids=[]).tokens
+    assert (
+        out.tokens
+        == dspark.generate(model, [list(text.encode()), [98]], 9, stop_token_ids=[]).tokens
+    )
     assert dspark.generate(model, text, 9, stop_token_ids=[]).tokens == out.tokens[:1]

@@ -1,4 +1,6 @@
-"""What goes wrong while generate() and stream() run: logits and drafts that are not finite, Ctrl-C. Nothing that was emitted is lost."""
+"""What goes wrong while generate() and stream() run: logits and drafts that are not finite, Ctrl-C.
+Nothing that was emitted is lost.
+"""
 
 import importlib
 
@@ -9,10 +11,13 @@ from flax import nnx
 
 import dspark_jax as dspark
 from dspark_jax.decode import engine as engines
+
 from helpers.round_parts import BLOCK, continuation, perfect, scripted, with_nan_drafter
 from helpers.support import MAX_SEQ_LEN
 
-generate_module = importlib.import_module("dspark_jax.decode.generate")  # the package's attribute of that name is the function
+generate_module = importlib.import_module(
+    "dspark_jax.decode.generate"
+)  # the package's attribute of that name is the function
 SPECULATIVE = ("sequential", "block")
 
 
@@ -35,36 +40,57 @@ def test_nan_in_a_round_is_an_error_behind_the_last_sound_token(model, prompts, 
     assert token not in prompts[0] + plain[0][:index]
     for script in ([], [*prompts[0], *plain[0]]):
         damaged = scripted(model, script, nan_tokens=[token])
-        with pytest.raises(dspark.NumericsError, match=f"logits at position {len(prompts[0]) + index} are not finite"):
+        with pytest.raises(
+            dspark.NumericsError,
+            match=f"logits at position {len(prompts[0]) + index} are not finite",
+        ):
             dspark.generate(damaged, prompts[0], 40, mode, stop_token_ids=[])
         events, tokens = dspark.stream(damaged, prompts[0], 40, mode, stop_token_ids=[]), []
         with pytest.raises(dspark.NumericsError):
             for event in events:
                 tokens += event.tokens
         seen.append(tokens)
-    assert seen == [plain[0][:index + 1]] * 2
+    assert seen == [plain[0][: index + 1]] * 2
 
 
 @pytest.mark.parametrize("mode", SPECULATIVE)
 def test_nan_behind_a_rejected_draft_does_no_harm(model, prompts, plain, mode):
-    """What plain decoding never computes cannot fail a run: a wrong draft, and what follows the end of the output."""
-    strange = next(t for t in range(256) if t not in prompts[0] + plain[0] and t != model.config.dspark_noise_token_id)
-    assert continuation(scripted(model, [strange] * MAX_SEQ_LEN, nan_tokens=[strange]), prompts[0], 40, mode)[0] == plain[0][:40]
+    """What plain decoding never computes cannot fail a run: a wrong draft, and what follows the end
+    of the output.
+    """
+    strange = next(
+        t
+        for t in range(256)
+        if t not in prompts[0] + plain[0] and t != model.config.dspark_noise_token_id
+    )
+    assert (
+        continuation(
+            scripted(model, [strange] * MAX_SEQ_LEN, nan_tokens=[strange]), prompts[0], 40, mode
+        )[0]
+        == plain[0][:40]
+    )
     oracle = perfect(model, prompts[0], plain[0], nan_tokens=[plain[0][9]])
     assert continuation(oracle, prompts[0], 10, mode)[0] == plain[0][:10]
-    assert continuation(oracle, prompts[0], 40, mode, stop_token_ids=[plain[0][9]])[0] == plain[0][:10]
+    assert (
+        continuation(oracle, prompts[0], 40, mode, stop_token_ids=[plain[0][9]])[0] == plain[0][:10]
+    )
     with pytest.raises(dspark.NumericsError):
         continuation(oracle, prompts[0], 11, mode)
 
 
 def float_parameters(drafter):
     """Their paths."""
-    return [".".join(map(str, path)) for path, variable in nnx.to_flat_state(nnx.state(drafter))
-            if jnp.issubdtype(variable[...].dtype, jnp.floating)]
+    return [
+        ".".join(map(str, path))
+        for path, variable in nnx.to_flat_state(nnx.state(drafter))
+        if jnp.issubdtype(variable[...].dtype, jnp.floating)
+    ]
 
 
 def test_every_nan_tensor_of_the_drafter_is_an_error(model, prompts, plain):
-    """The tokens would stay right, and every draft be rejected without a word. Plain decoding needs no drafter."""
+    """The tokens would stay right, and every draft be rejected without a word. Plain decoding needs
+    no drafter.
+    """
     paths = float_parameters(model.module.drafter.own)
     assert len(paths) > 15
     silent = []
@@ -75,7 +101,9 @@ def test_every_nan_tensor_of_the_drafter_is_an_error(model, prompts, plain):
                 tokens += event.tokens
             silent.append(path)
         except dspark.NumericsError as error:
-            assert f"the drafts of the round at position {len(prompts[0])} are not finite" in str(error) and "mtp.*" in str(error)
+            assert f"the drafts of the round at position {len(prompts[0])} are not finite" in str(
+                error
+            ) and "mtp.*" in str(error)
             assert tokens == plain[0][:1]
     assert not silent
     assert continuation(damaged, prompts[0], 4, "plain")[0] == plain[0][:4]
@@ -89,17 +117,24 @@ def test_a_drafter_that_fails_later_keeps_the_tokens_before(model, prompts, plai
     confidence = np.zeros(anchor + 2)
     confidence[anchor + 1] = score
     damaged, tokens = scripted(model, [*prompts[0], *plain[0]], confidence), []
-    with pytest.raises(dspark.NumericsError, match=f"prompt 0: the drafts of the round at position {anchor} are not finite"):
+    with pytest.raises(
+        dspark.NumericsError,
+        match=f"prompt 0: the drafts of the round at position {anchor} are not finite",
+    ):
         for event in dspark.stream(damaged, prompts[0], 40, mode, stop_token_ids=[]):
             tokens += event.tokens
-    assert tokens == plain[0][:1 + 2 * (BLOCK + 1)]
+    assert tokens == plain[0][: 1 + 2 * (BLOCK + 1)]
     skipping = dspark.GateConfig(enabled=True, margin_threshold=1e6)
-    assert continuation(damaged, prompts[0], 40, mode, gate=skipping)[0] == plain[0][:40], "nothing is drafted, nothing is damaged"
+    assert continuation(damaged, prompts[0], 40, mode, gate=skipping)[0] == plain[0][:40], (
+        "nothing is drafted, nothing is damaged"
+    )
 
 
 @pytest.mark.parametrize("calls", [0, 1])
 def test_ctrl_c_keeps_what_was_emitted(model, prompts, plain, monkeypatch, calls):
-    """Within the second prompt, in its first or its second call of rounds, while the device has the state."""
+    """Within the second prompt, in its first or its second call of rounds, while the device has the
+    state.
+    """
     monkeypatch.setattr(generate_module, "ROUNDS_PER_CALL", 4)
     left, run = [None], engines.Engine._run
 
@@ -117,7 +152,7 @@ def test_ctrl_c_keeps_what_was_emitted(model, prompts, plain, monkeypatch, calls
     assert out.finish_reasons == ["length", "interrupted", "interrupted"]
     assert out.tokens[0] == plain[0] and out.tokens[2] == [] == out.rounds[2]
     assert len(out.rounds[1]) == 4 * calls
-    assert out.tokens[1] == plain[1][:1 + sum(r.accepted + 1 for r in out.rounds[1])]
+    assert out.tokens[1] == plain[1][: 1 + sum(r.accepted + 1 for r in out.rounds[1])]
     assert out.stats["gate"]["rounds"] == len(out.rounds[0]) + 4 * calls
     assert out.stats["tokens"] == sum(map(len, out.tokens))
 
@@ -125,9 +160,14 @@ def test_ctrl_c_keeps_what_was_emitted(model, prompts, plain, monkeypatch, calls
 def test_ctrl_c_while_compiling_gives_nothing(model, prompts, monkeypatch):
     def interrupted(self):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(engines.Engine, "_warm_up", interrupted)
     out = dspark.generate(model, prompts[:2], 5)
-    assert out.tokens == [[], []] and out.finish_reasons == ["interrupted"] * 2 and out.stats["tokens"] == 0
+    assert (
+        out.tokens == [[], []]
+        and out.finish_reasons == ["interrupted"] * 2
+        and out.stats["tokens"] == 0
+    )
 
 
 def test_progress_goes_to_standard_error(model, prompts, capsys):

@@ -1,4 +1,6 @@
-"""What generate() and stream() refuse, each with one clear error before anything is compiled; and text from tokens. Runs no model."""
+"""What generate() and stream() refuse, each with one clear error before anything is compiled; and
+text from tokens. Runs no model.
+"""
 
 import dataclasses
 import warnings
@@ -8,38 +10,99 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 import dspark_jax as dspark
-from dspark_jax.loading.load import embedded_checkpoint
 from dspark_jax.decode.request import encode, make_request
 from dspark_jax.decode.text import IncrementalText, decode
+from dspark_jax.loading.load import embedded_checkpoint
+
 from helpers.round_parts import byte_tokenizer, compilations
 
 REFUSALS = {
     "no prompt": (([],), {}, dspark.PromptError, "the prompt is empty"),
     "empty prompt": (([[]],), {}, dspark.PromptError, "prompt 0: the prompt is empty"),
     "second empty": (([[1], []],), {}, dspark.PromptError, "prompt 1: the prompt is empty"),
-    "id too large": (([1, 256],), {}, dspark.PromptError, "prompt 0: token id 256 at index 1 is outside the vocabulary .0 to 255"),
+    "id too large": (
+        ([1, 256],),
+        {},
+        dspark.PromptError,
+        "prompt 0: token id 256 at index 1 is outside the vocabulary .0 to 255",
+    ),
     "id negative": (([[1], [3, -1]],), {}, dspark.PromptError, "prompt 1: token id -1 at index 1"),
     "id fraction": (([[1.5]],), {}, dspark.PromptError, "prompt 0: token ids must be integers"),
     "id bool": (([[True]],), {}, dspark.PromptError, "prompt 0: token ids must be integers"),
     "id huge": (([[2**80]],), {}, dspark.PromptError, "prompt 0"),
     "no list": ((7,), {}, dspark.PromptError, "prompts: expected a string, strings, token ids"),
-    "mixed": (([[1], 7],), {}, dspark.PromptError, "prompt 1: expected a string or a list of token ids, got int"),
-    "text without tokenizer": (("hello",), {}, dspark.PromptError, "prompt 0 is text, but this checkpoint has no tokenizer.json"),
-    "too long": (([1] * 100, 29), {}, dspark.PromptError, "100 tokens and max_new_tokens 29 together exceed max_seq_len 128"),
+    "mixed": (
+        ([[1], 7],),
+        {},
+        dspark.PromptError,
+        "prompt 1: expected a string or a list of token ids, got int",
+    ),
+    "text without tokenizer": (
+        ("hello",),
+        {},
+        dspark.PromptError,
+        "prompt 0 is text, but this checkpoint has no tokenizer.json",
+    ),
+    "too long": (
+        ([1] * 100, 29),
+        {},
+        dspark.PromptError,
+        "100 tokens and max_new_tokens 29 together exceed max_seq_len 128",
+    ),
     "second too long": (([[1], [1] * 128], 1), {}, dspark.PromptError, "prompt 1: 128 tokens"),
-    "nothing wanted": (([1], 0), {}, dspark.ConfigError, "max_new_tokens: 0 is not a positive integer"),
+    "nothing wanted": (
+        ([1], 0),
+        {},
+        dspark.ConfigError,
+        "max_new_tokens: 0 is not a positive integer",
+    ),
     "fraction wanted": (([1], 2.5), {}, dspark.ConfigError, "max_new_tokens: 2.5"),
-    "mode": (([1], 4, "blocks"), {}, dspark.ConfigError, "mode: 'blocks' is unknown; use one of plain, sequential, block"),
-    "temperature": (([1],), {"temperature": 0.5}, dspark.ConfigError, "temperature 0.5.*greedily only"),
+    "mode": (
+        ([1], 4, "blocks"),
+        {},
+        dspark.ConfigError,
+        "mode: 'blocks' is unknown; use one of plain, sequential, block",
+    ),
+    "temperature": (
+        ([1],),
+        {"temperature": 0.5},
+        dspark.ConfigError,
+        "temperature 0.5.*greedily only",
+    ),
     "top_k": (([1],), {"top_k": 3}, dspark.ConfigError, "top_k 3"),
     "top_p": (([1],), {"top_p": 0.9}, dspark.ConfigError, "top_p 0.9"),
-    "gate": (([1],), {"gate": True}, dspark.ConfigError, "gate: expected a dspark.GateConfig, got bool"),
-    "gate number": (([1],), {"gate": dspark.GateConfig(decay=2.0)}, dspark.ConfigError, "gate decay: 2.0 must lie in 0..1"),
-    "min_draft": (([1],), {"gate": dspark.GateConfig(min_draft=6)}, dspark.ConfigError, "min_draft: 6 exceeds the draft block of 5"),
-    "stop id": (([1],), {"stop_token_ids": [3, 256]}, dspark.PromptError, "stop_token_ids: 256 is not a token id .0 to 255"),
+    "gate": (
+        ([1],),
+        {"gate": True},
+        dspark.ConfigError,
+        "gate: expected a dspark.GateConfig, got bool",
+    ),
+    "gate number": (
+        ([1],),
+        {"gate": dspark.GateConfig(decay=2.0)},
+        dspark.ConfigError,
+        "gate decay: 2.0 must lie in 0..1",
+    ),
+    "min_draft": (
+        ([1],),
+        {"gate": dspark.GateConfig(min_draft=6)},
+        dspark.ConfigError,
+        "min_draft: 6 exceeds the draft block of 5",
+    ),
+    "stop id": (
+        ([1],),
+        {"stop_token_ids": [3, 256]},
+        dspark.PromptError,
+        "stop_token_ids: 256 is not a token id .0 to 255",
+    ),
     "stop negative": (([1],), {"stop_token_ids": [-1]}, dspark.PromptError, "stop_token_ids: -1"),
     "stop text": (([1],), {"stop_token_ids": ["x"]}, dspark.PromptError, "stop_token_ids: 'x'"),
-    "stop no list": (([1],), {"stop_token_ids": 3}, dspark.PromptError, "stop_token_ids: expected a list of token ids, got 3"),
+    "stop no list": (
+        ([1],),
+        {"stop_token_ids": 3},
+        dspark.PromptError,
+        "stop_token_ids: expected a list of token ids, got 3",
+    ),
 }
 
 
@@ -51,24 +114,42 @@ def test_refused_before_compilation(golden_float, case):
         with pytest.raises(error, match=message):
             dspark.generate(golden_float, *arguments, **options)
         with pytest.raises(error, match=message):
-            dspark.stream(golden_float, *arguments, **options)  # at the call, not at the first event
+            dspark.stream(
+                golden_float, *arguments, **options
+            )  # at the call, not at the first event
     assert not compiled
 
 
 def test_stream_refuses_several_prompts(golden_float):
-    with compilations() as compiled, pytest.raises(dspark.PromptError, match="stream takes one prompt, got 2"):
+    with (
+        compilations() as compiled,
+        pytest.raises(dspark.PromptError, match="stream takes one prompt, got 2"),
+    ):
         dspark.stream(golden_float, [[1], [2]], 4)
     assert not compiled
 
 
 def test_every_error_is_a_dspark_error():
-    for error in (dspark.PromptError, dspark.ConfigError, dspark.CheckpointError, dspark.NumericsError):
+    for error in (
+        dspark.PromptError,
+        dspark.ConfigError,
+        dspark.CheckpointError,
+        dspark.NumericsError,
+    ):
         assert issubclass(error, dspark.DsparkError)
 
 
 def test_forms_of_prompts(golden_float):
     model = dataclasses.replace(golden_float, tokenizer=byte_tokenizer())
-    same = [[1, 2, 3]], [1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), np.array([[1, 2, 3]]), [np.array([1, 2, 3], np.int64)], [(1, 2, 3)]
+    same = (
+        [[1, 2, 3]],
+        [1, 2, 3],
+        (1, 2, 3),
+        np.array([1, 2, 3]),
+        np.array([[1, 2, 3]]),
+        [np.array([1, 2, 3], np.int64)],
+        [(1, 2, 3)],
+    )
     assert all(encode(model, prompts) == [[1, 2, 3]] for prompts in same)
     assert encode(model, "ab") == encode(model, ["ab"]) == [[97, 98]]
     assert encode(model, ["a", [5], "\u00e9"]) == [[97], [5], [0xC3, 0xA9]]
@@ -78,26 +159,40 @@ def test_forms_of_prompts(golden_float):
 
 def test_text_that_is_no_unicode_is_refused(golden_float):
     model = dataclasses.replace(golden_float, tokenizer=byte_tokenizer())
-    for prompts, message in (("\ud800", "prompt 0: character 0"), (["a", "bc\udcff"], "prompt 1: character 2, '.udcff'")):
-        with pytest.raises(dspark.PromptError, match=message + ".*is no valid Unicode; give text in UTF-8"):
+    for prompts, message in (
+        ("\ud800", "prompt 0: character 0"),
+        (["a", "bc\udcff"], "prompt 1: character 2, '.udcff'"),
+    ):
+        with pytest.raises(
+            dspark.PromptError, match=message + ".*is no valid Unicode; give text in UTF-8"
+        ):
             dspark.generate(model, prompts, 4)
 
 
 def test_a_request_beyond_what_the_model_was_made_for_is_warned_of(golden_float):
     """It is served all the same: max_seq_len says what fits."""
-    model = dataclasses.replace(golden_float, config=dataclasses.replace(golden_float.config, max_position_embeddings=20))
+    model = dataclasses.replace(
+        golden_float, config=dataclasses.replace(golden_float.config, max_position_embeddings=20)
+    )
     options = ["plain", dspark.GateConfig(), 0.0, 0, 1.0, []]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_request(model, [[1] * 16, [2]], 4, *options)
-    with pytest.warns(UserWarning, match="come to 21 tokens, the model was made for max_position_embeddings = 20"):
+    with pytest.warns(
+        UserWarning, match="come to 21 tokens, the model was made for max_position_embeddings = 20"
+    ):
         assert make_request(model, [[2], [1] * 16], 5, *options).max_new_tokens == 5
 
 
 # Text
 
-TEXTS = ["plain text, ends here", "na\u00efve \u65e5\u672c\u8a9e \U0001f642 caf\u00e9\n", "\U0001f642\U0001f642",
-         " leading and  double  blanks", "\u65e5"]
+TEXTS = [
+    "plain text, ends here",
+    "na\u00efve \u65e5\u672c\u8a9e \U0001f642 caf\u00e9\n",
+    "\U0001f642\U0001f642",
+    " leading and  double  blanks",
+    "\u65e5",
+]
 
 
 def pieces(model, tokens, sizes):
@@ -112,27 +207,46 @@ def pieces(model, tokens, sizes):
 @pytest.mark.parametrize("tokenizer", ["bytes", "embedded"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_of_text_add_up(golden_float, tokenizer, text):
-    tokenizer = byte_tokenizer() if tokenizer == "bytes" else Tokenizer.from_file(str(embedded_checkpoint() / "tokenizer.json"))
+    tokenizer = (
+        byte_tokenizer()
+        if tokenizer == "bytes"
+        else Tokenizer.from_file(str(embedded_checkpoint() / "tokenizer.json"))
+    )
     model = dataclasses.replace(golden_float, tokenizer=tokenizer)
     tokens = tokenizer.encode(text).ids
     assert decode(model, tokens) == text
     for step in (1, 2, 3, 5):
         shown = pieces(model, tokens, iter([step] * len(tokens)))
         assert "".join(shown) == text
-        assert not any("\ufffd" in piece for piece in shown), "a character is shown when it is whole"
+        assert not any("\ufffd" in piece for piece in shown), (
+            "a character is shown when it is whole"
+        )
 
 
 def test_broken_text_adds_up_too(golden_float):
-    model, rng = dataclasses.replace(golden_float, tokenizer=byte_tokenizer()), np.random.default_rng(3)
+    model, rng = (
+        dataclasses.replace(golden_float, tokenizer=byte_tokenizer()),
+        np.random.default_rng(3),
+    )
     for _ in range(300):
-        tokens = rng.choice([0x41, 0x80, 0xBF, 0xC3, 0xE6, 0x97, 0xF0, 0x9F, 0x99, 0x82, 0xFF], size=rng.integers(1, 30)).tolist()
+        tokens = rng.choice(
+            [0x41, 0x80, 0xBF, 0xC3, 0xE6, 0x97, 0xF0, 0x9F, 0x99, 0x82, 0xFF],
+            size=rng.integers(1, 30),
+        ).tolist()
         shown = pieces(model, tokens, iter(rng.integers(1, 5, len(tokens)).tolist()))
         assert "".join(shown) == bytes(tokens).decode(errors="replace") == decode(model, tokens)
 
 
 def test_text_that_begins_otherwise_than_it_goes_on(golden_float):
-    """Some tokenizers drop the blank before the first word: a piece must not be decoded as if it were the first."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["\u2581one", "\u2581two", "\u2581three", "s"])}, unk_token="s"))
+    """Some tokenizers drop the blank before the first word: a piece must not be decoded as if it
+    were the first.
+    """
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {word: i for i, word in enumerate(["\u2581one", "\u2581two", "\u2581three", "s"])},
+            unk_token="s",
+        )
+    )
     tokenizer.decoder = decoders.Metaspace()
     model = dataclasses.replace(golden_float, tokenizer=tokenizer)
     assert pieces(model, [0, 3, 1, 2, 3], iter([1, 1, 1, 2])) == ["one", "s", " two", " threes"]
@@ -140,7 +254,12 @@ def test_text_that_begins_otherwise_than_it_goes_on(golden_float):
 
 def test_an_unfinished_character_is_shown_at_the_end(golden_float):
     text = IncrementalText(dataclasses.replace(golden_float, tokenizer=byte_tokenizer()))
-    assert [text.add([0x61]), text.add([0xF0, 0x9F]), text.add([0x99]), text.add([], last=True)] == ["a", "", "", "\ufffd"]
+    assert [
+        text.add([0x61]),
+        text.add([0xF0, 0x9F]),
+        text.add([0x99]),
+        text.add([], last=True),
+    ] == ["a", "", "", "\ufffd"]
 
 
 def test_no_text_without_a_tokenizer(golden_float):

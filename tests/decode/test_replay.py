@@ -1,4 +1,6 @@
-"""Replay against an independent simulation in NumPy, the rounds file both ways, and one test per refusal."""
+"""Replay against an independent simulation in NumPy, the rounds file both ways, and one test per
+refusal.
+"""
 
 import argparse
 import copy
@@ -15,7 +17,9 @@ BLOCK = 4
 
 
 def synthetic(seed=0, n_rounds=(9, 14, 6)):
-    """A recording of three prompts: an easy one, a hard one whose rounds are worth skipping, and one in between."""
+    """A recording of three prompts: an easy one, a hard one whose rounds are worth skipping, and
+    one in between.
+    """
     rng = np.random.default_rng(seed)
     prompts = {}
     for name, level, n in zip(("easy", "hard", "mixed"), (5.0, -2.5, 1.0), n_rounds):
@@ -23,14 +27,26 @@ def synthetic(seed=0, n_rounds=(9, 14, 6)):
         for _ in range(n):
             conf = np.round(rng.normal(level, 1.5, BLOCK), 3)
             right = rng.random(BLOCK) < 1 / (1 + np.exp(-conf))
-            times = {key: float(rng.integers(lo, hi)) for key, lo, hi in
-                     (("draft_ms", 150, 240), ("verify_ms", 700, 800), ("plain_ms", 280, 340))}
-            prompts[name].append({"accept": int(np.cumprod(right).sum()), "k": BLOCK} | times | {"conf": conf.tolist()})
+            times = {
+                key: float(rng.integers(lo, hi))
+                for key, lo, hi in (
+                    ("draft_ms", 150, 240),
+                    ("verify_ms", 700, 800),
+                    ("plain_ms", 280, 340),
+                )
+            }
+            prompts[name].append(
+                {"accept": int(np.cumprod(right).sum()), "k": BLOCK}
+                | times
+                | {"conf": conf.tolist()}
+            )
     return {"source": "synthetic", "note": "", "block_size": BLOCK, "prompts": prompts}
 
 
 def simulate(recording, margin=1.15, min_draft=0, decay=0.9, base=300.0, slope=109.0):
-    """(chosen, {accounting: {prompt or "overall": tokens/s}}) by loops over NumPy arrays, sharing nothing with the library."""
+    """(chosen, {accounting: {prompt or "overall": tokens/s}}) by loops over NumPy arrays, sharing
+    nothing with the library.
+    """
     everything = [r for rounds in recording["prompts"].values() for r in rounds]
     draft, plain = (np.median([r[key] for r in everything]) for key in ("draft_ms", "plain_ms"))
     cost = np.array([plain] + [draft + base + slope * n for n in range(1, BLOCK + 1)])
@@ -67,12 +83,19 @@ def simulate(recording, margin=1.15, min_draft=0, decay=0.9, base=300.0, slope=1
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    "numbers", [{}, {"margin": 1.0, "min_draft": 2, "decay": 0.6}, {"base": 150.0, "slope": 170.0, "margin": 1.02}]
+    "numbers",
+    [
+        {},
+        {"margin": 1.0, "min_draft": 2, "decay": 0.6},
+        {"base": 150.0, "slope": 170.0, "margin": 1.02},
+    ],
 )
 def test_replay_equals_the_simulation(seed, numbers):
     recording = synthetic(seed)
     names = {"base": "verify_base_ms", "slope": "verify_slope_ms"}
-    result = replay.replay(recording, gate.GateConfig(**{names.get(k, k): v for k, v in numbers.items()}))
+    result = replay.replay(
+        recording, gate.GateConfig(**{names.get(k, k): v for k, v in numbers.items()})
+    )
     chosen, rates = simulate(recording, **numbers)
     assert result["chosen"] == chosen
     for accounting, expected in rates.items():
@@ -82,16 +105,28 @@ def test_replay_equals_the_simulation(seed, numbers):
 
 def test_the_synthetic_rounds_reach_skips_truncation_and_full_blocks():
     recording = synthetic(1)
-    result = replay.replay(recording, gate.GateConfig(verify_base_ms=150, verify_slope_ms=170, margin=1.02))
+    result = replay.replay(
+        recording, gate.GateConfig(verify_base_ms=150, verify_slope_ms=170, margin=1.02)
+    )
     choices = {n for chosen in result["chosen"].values() for n in chosen}
     assert {0, BLOCK} < choices
     assert result["published"]["hard"] > result["charged"]["hard"] > result["always_k"]["hard"]
 
 
 def test_two_rounds_by_hand():
-    # Cold gate, one draft: rate(0) = 1/303, rate(1) = 1.75/605; 605 / 303 / 1.75 = 1.141 < 1.15, so the draft is verified, and
-    # is wrong. Then p = 1.5 / (0.5 * 0 + 1 + 2) = 1/2: rate(0) wins by 605 / 303 / 1.5 = 1.33, and the round is skipped.
-    rounds = [{"accept": 0, "k": 1, "draft_ms": 196.0, "verify_ms": 409.0, "plain_ms": 303.0, "conf": [0.0]}] * 2
+    # Cold gate, one draft: rate(0) = 1/303, rate(1) = 1.75/605; 605 / 303 / 1.75 = 1.141 < 1.15, so
+    # the draft is verified, and is wrong. Then p = 1.5 / (0.5 * 0 + 1 + 2) = 1/2: rate(0) wins by
+    # 605 / 303 / 1.5 = 1.33, and the round is skipped.
+    rounds = [
+        {
+            "accept": 0,
+            "k": 1,
+            "draft_ms": 196.0,
+            "verify_ms": 409.0,
+            "plain_ms": 303.0,
+            "conf": [0.0],
+        }
+    ] * 2
     result = replay.replay({"block_size": 1, "prompts": {"p": rounds}}, gate.GateConfig())
     assert result["chosen"] == {"p": [1, 0]}
     assert result["plain"] == pytest.approx({"p": 1000 / 303, "overall": 1000 / 303})
@@ -102,7 +137,10 @@ def test_two_rounds_by_hand():
 
 def test_each_prompt_starts_cold():
     prompts = synthetic(2)["prompts"]
-    recording = {"block_size": BLOCK, "prompts": {"hard": prompts["hard"], "again": prompts["hard"]}}
+    recording = {
+        "block_size": BLOCK,
+        "prompts": {"hard": prompts["hard"], "again": prompts["hard"]},
+    }
     chosen = replay.replay(recording, gate.GateConfig())["chosen"]
     assert chosen["again"] == chosen["hard"] and chosen["hard"][0] == BLOCK and 0 in chosen["hard"]
 
@@ -113,7 +151,12 @@ def test_costs_come_from_the_config_where_the_rounds_have_none():
         for record in rounds:
             del record["draft_ms"], record["verify_ms"], record["plain_ms"]
     result = replay.replay(recording, gate.GateConfig(draft_ms=1.5, plain_ms=20))
-    assert result["costs"] == {"draft_ms": 1.5, "verify_base_ms": 300, "verify_slope_ms": 109, "plain_ms": 20}
+    assert result["costs"] == {
+        "draft_ms": 1.5,
+        "verify_base_ms": 300,
+        "verify_slope_ms": 109,
+        "plain_ms": 20,
+    }
     assert result["recorded_verify_ms"] is None and result["plain"]["easy"] == 50
 
 
@@ -127,10 +170,17 @@ def fast_verifies():
 
 
 def test_a_recording_brings_its_own_verify_costs(tmp_path, capsys):
-    """Nobody says what a verify costs and the defaults are far from what was recorded: the median, whatever n is."""
+    """Nobody says what a verify costs and the defaults are far from what was recorded: the median,
+    whatever n is.
+    """
     recording = fast_verifies()
     result, (chosen, rates) = replay.replay(recording), simulate(recording, base=2.0, slope=0.0)
-    assert result["costs"] == {"draft_ms": 1, "verify_base_ms": 2, "verify_slope_ms": 0, "plain_ms": 1.5}
+    assert result["costs"] == {
+        "draft_ms": 1,
+        "verify_base_ms": 2,
+        "verify_slope_ms": 0,
+        "plain_ms": 1.5,
+    }
     assert result["verify_costs_from"] == "recording" and result["chosen"] == chosen
     for accounting, expected in rates.items():
         assert result[accounting] == pytest.approx(expected, rel=1e-12), accounting
@@ -138,13 +188,19 @@ def test_a_recording_brings_its_own_verify_costs(tmp_path, capsys):
     path.write_text(json.dumps(recording))
     assert run_cli(path) == 0
     text = capsys.readouterr().out
-    assert "verify(n) = 2 + 0 n ms" in text and "note: a verify is charged 2 ms whatever n is, the median of the recorded" in text
+    assert (
+        "verify(n) = 2 + 0 n ms" in text
+        and "note: a verify is charged 2 ms whatever n is, the median of the recorded" in text
+    )
     assert run_cli(path, "--json") == 0 and json.loads(capsys.readouterr().out) == result
 
 
 @pytest.mark.parametrize("given", ["option", "variable", "config"])
 def test_verify_costs_that_are_given_are_used(given, tmp_path, capsys, monkeypatch):
-    path, options = tmp_path / "rounds.json", ["--verify-base-ms", "300"] if given == "option" else []
+    path, options = (
+        tmp_path / "rounds.json",
+        ["--verify-base-ms", "300"] if given == "option" else [],
+    )
     path.write_text(json.dumps(fast_verifies()))
     if given == "variable":
         monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_VERIFY_SLOPE_MS", "109")
@@ -158,7 +214,11 @@ def test_verify_costs_that_are_given_are_used(given, tmp_path, capsys, monkeypat
 
 def test_defaults_that_agree_with_the_recording_stay():
     result = replay.replay(synthetic())
-    assert result["verify_costs_from"] == "config" and result["costs"]["verify_slope_ms"] == 109 and 700 < result["recorded_verify_ms"]
+    assert (
+        result["verify_costs_from"] == "config"
+        and result["costs"]["verify_slope_ms"] == 109
+        and 700 < result["recorded_verify_ms"]
+    )
 
 
 def test_the_environment_sets_the_gate(monkeypatch):
@@ -180,7 +240,12 @@ def test_the_command_prints_a_table_that_says_which_is_which(tmp_path, capsys):
     text, (_, rates) = capsys.readouterr().out, simulate(synthetic())
     rows = {line[:17].strip(): line[17:].split() for line in text.splitlines()}
     assert rows["tokens/s"] == ["easy", "hard", "mixed", "overall"]
-    labels = {"plain": "plain", "always-k": "always_k", "gated, published": "published", "gated, charged": "charged"}
+    labels = {
+        "plain": "plain",
+        "always-k": "always_k",
+        "gated, published": "published",
+        "gated, charged": "charged",
+    }
     for label, key in labels.items():
         assert rows[label] == [f"{rates[key][name]:.2f}" for name in rows["tokens/s"]]
     assert "published: a round that the gate skips is charged plain_ms only" in text
@@ -192,33 +257,61 @@ def test_the_command_prints_json(tmp_path, capsys):
     path = tmp_path / "rounds.json"
     path.write_text(json.dumps(synthetic()))
     assert run_cli(path, "--json", "--verify-base-ms", "1", "--verify-slope-ms", "2") == 0
-    assert json.loads(capsys.readouterr().out) == replay.replay(path, gate.GateConfig(verify_base_ms=1, verify_slope_ms=2))
+    assert json.loads(capsys.readouterr().out) == replay.replay(
+        path, gate.GateConfig(verify_base_ms=1, verify_slope_ms=2)
+    )
 
 
 def test_a_verify_cost_far_from_the_recorded_one_is_pointed_out():
-    assert "a full verify took 7" in replay.render(replay.replay(synthetic(), gate.GateConfig(verify_base_ms=1)))
+    assert "a full verify took 7" in replay.render(
+        replay.replay(synthetic(), gate.GateConfig(verify_base_ms=1))
+    )
 
 
 def round_record(accepted=2, verified=BLOCK, skipped="", scores=(0.5, 1.25, -2.0, 3.0)):
     confidence = None if skipped == "margin" else np.asarray(scores, np.float32)
     return types.SimpleNamespace(
-        proposed=BLOCK, verified=verified, accepted=accepted, confidence=confidence, margin=1.0, skipped=skipped
+        proposed=BLOCK,
+        verified=verified,
+        accepted=accepted,
+        confidence=confidence,
+        margin=1.0,
+        skipped=skipped,
     )
 
 
 def test_what_is_recorded_can_be_replayed(tmp_path):
     recorder = replay.RoundsRecorder(BLOCK, source="a test", note="nothing")
-    recorder.add("one", [round_record(4), round_record(0)], draft_ms=np.float32(2), verify_ms=[7.5, 8.5], plain_ms=3)
-    recorder.add("two", [round_record(1), round_record(2, verified=2)], draft_ms=2, verify_ms=[9, 10], plain_ms=3)
+    recorder.add(
+        "one",
+        [round_record(4), round_record(0)],
+        draft_ms=np.float32(2),
+        verify_ms=[7.5, 8.5],
+        plain_ms=3,
+    )
+    recorder.add(
+        "two",
+        [round_record(1), round_record(2, verified=2)],
+        draft_ms=2,
+        verify_ms=[9, 10],
+        plain_ms=3,
+    )
     recorder.add("none", [], draft_ms=2, verify_ms=9, plain_ms=3)
     path = tmp_path / "rounds.json"
     recorder.write(path)
     common = {"k": 4, "draft_ms": 2.0, "plain_ms": 3.0, "conf": [0.5, 1.25, -2.0, 3.0]}
     assert json.loads(path.read_text()) == {
-        "source": "a test", "note": "nothing", "block_size": BLOCK,
+        "source": "a test",
+        "note": "nothing",
+        "block_size": BLOCK,
         "prompts": {
-            "one": [{"accept": 4, "verify_ms": 7.5} | common, {"accept": 0, "verify_ms": 8.5} | common],
-            "two": [{"accept": 1, "verify_ms": 9.0} | common],  # the round cut short at the end is left out
+            "one": [
+                {"accept": 4, "verify_ms": 7.5} | common,
+                {"accept": 0, "verify_ms": 8.5} | common,
+            ],
+            "two": [
+                {"accept": 1, "verify_ms": 9.0} | common
+            ],  # the round cut short at the end is left out
         },
     }
     assert replay.replay(path)["rounds"] == {"one": 2, "two": 1}
@@ -235,20 +328,35 @@ def test_unmeasured_times_are_left_out(tmp_path):
 
 def test_all_rounds_that_the_end_of_the_cache_cut_short_are_left_out():
     """Each has room for accepted + 1 fewer than the one before; the last may have room for none."""
-    ends = [[round_record(0, 3), round_record(1, 2), round_record(0, 0)], [round_record(0, 2), round_record(0, 1)], [round_record(0, 0)]]
+    ends = [
+        [round_record(0, 3), round_record(1, 2), round_record(0, 0)],
+        [round_record(0, 2), round_record(0, 1)],
+        [round_record(0, 0)],
+    ]
     for end in ends:
         recorder = replay.RoundsRecorder(BLOCK, source="")
-        recorder.add("p", [round_record(4), round_record(1), *end], draft_ms=[1, 2, *range(len(end))])
-        assert [(r["accept"], r["draft_ms"]) for r in recorder.content["prompts"]["p"]] == [(4, 1), (1, 2)]
+        recorder.add(
+            "p", [round_record(4), round_record(1), *end], draft_ms=[1, 2, *range(len(end))]
+        )
+        assert [(r["accept"], r["draft_ms"]) for r in recorder.content["prompts"]["p"]] == [
+            (4, 1),
+            (1, 2),
+        ]
 
 
 @pytest.mark.parametrize(
     "records",
-    [[round_record(0, verified=2), round_record(0, verified=2)],
-     [round_record(2, verified=2), round_record()], [round_record(0, 0, "gate")], [round_record(0, 0, "margin"), round_record()]],
+    [
+        [round_record(0, verified=2), round_record(0, verified=2)],
+        [round_record(2, verified=2), round_record()],
+        [round_record(0, 0, "gate")],
+        [round_record(0, 0, "margin"), round_record()],
+    ],
 )
 def test_rounds_that_a_gate_shortened_are_not_recorded(records):
-    with pytest.raises(ConfigError, match="round 0 of prompt 'p' verified .* record with the gate off"):
+    with pytest.raises(
+        ConfigError, match="round 0 of prompt 'p' verified .* record with the gate off"
+    ):
         replay.RoundsRecorder(BLOCK, source="").add("p", records)
 
 
@@ -284,10 +392,24 @@ DELETE = object()
         (["prompts", "hard", 1, "accept"], True, "accept must be a whole number"),
         (["prompts", "hard", 1, "k"], 3, "k is 3, not the block of 4; record with the gate off"),
         (["prompts", "hard", 1, "conf"], [1.0, 2.0], "conf must be a list of 4 finite numbers"),
-        (["prompts", "hard", 1, "conf", 2], float("nan"), "conf must be a list of 4 finite numbers"),
+        (
+            ["prompts", "hard", 1, "conf", 2],
+            float("nan"),
+            "conf must be a list of 4 finite numbers",
+        ),
         (["prompts", "hard", 1, "conf", 2], "1", "conf must be a list of 4 finite numbers"),
-        pytest.param(["prompts", "hard", 1, "conf", 2], 10**400, "conf must be a list of 4 finite numbers", id="huge conf"),
-        pytest.param(["prompts", "hard", 1, "draft_ms"], 10**400, "draft_ms must be a time in ms", id="huge time"),
+        pytest.param(
+            ["prompts", "hard", 1, "conf", 2],
+            10**400,
+            "conf must be a list of 4 finite numbers",
+            id="huge conf",
+        ),
+        pytest.param(
+            ["prompts", "hard", 1, "draft_ms"],
+            10**400,
+            "draft_ms must be a time in ms",
+            id="huge time",
+        ),
         (["prompts", "hard", 1, "draft_ms"], -1, "draft_ms must be a time in ms, not -1"),
         (["prompts", "hard", 1, "draft_ms"], DELETE, "draft_ms must be in every round or in none"),
     ],

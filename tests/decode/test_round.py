@@ -1,6 +1,8 @@
-"""One round at a time, two streams at once, on the golden model in float mode: what it computes, commits, counts and leaves alone.
+"""One round at a time, two streams at once, on the golden model in float mode: what it computes,
+commits, counts and leaves alone.
 
-Stream 0 continues golden prompt 0 (6 tokens), stream 1 golden prompt 1 (23). A script is right for stream 0 where it says so.
+Stream 0 continues golden prompt 0 (6 tokens), stream 1 golden prompt 1 (23). A script is right for
+stream 0 where it says so.
 """
 
 import functools
@@ -15,6 +17,7 @@ import dspark_jax as dspark
 from dspark_jax.decode import gate as gates
 from dspark_jax.decode import round as rounds
 from dspark_jax.runtime.backend import jit
+
 from helpers.round_parts import BLOCK, perfect, same_bits, scripted, wrong
 from helpers.state_parts import committed, joined
 
@@ -23,15 +26,21 @@ OFF = dspark.GateConfig()
 NO_STOPS = np.full(8, -1, np.int32)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def program(graphdef, limits, mode):
     return jit(lambda state, *args: rounds.step(nnx.merge(graphdef, state), limits, mode, *args))
 
 
 def step(model, mode, state, gate=OFF, stop_ids=NO_STOPS):
-    """One round: the state behind it, what it did, and the logits, all on the host, so that every call finds its arguments alike."""
-    config = jax.tree.map(lambda n: np.asarray(n, np.float32) if isinstance(n, float) else np.asarray(n), gate)
-    state, output, logits = program(model.split[0], model.limits, mode)(model.split[1], config, state, stop_ids)
+    """One round: the state behind it, what it did, and the logits, all on the host, so that every
+    call finds its arguments alike.
+    """
+    config = jax.tree.map(
+        lambda n: np.asarray(n, np.float32) if isinstance(n, float) else np.asarray(n), gate
+    )
+    state, output, logits = program(model.split[0], model.limits, mode)(
+        model.split[1], config, state, stop_ids
+    )
     return jax.device_get((state, output, logits))
 
 
@@ -52,14 +61,21 @@ def start(golden_float, prompts):
     last = np.stack([np.asarray(rows[0, -1]) for rows in logits])
     second, best = np.sort(last, axis=-1)[:, -2:].T
     return rounds.RoundState(
-        cache=jax.device_get(joined(caches)), anchor=last.argmax(-1).astype(np.int32), margin=best - second,
-        remaining=np.full(2, LENGTH, np.int32), done=np.zeros(2, bool), faulty=np.full(2, -1, np.int32),
-        gate=jax.device_get(gates.init(OFF, 2)))
+        cache=jax.device_get(joined(caches)),
+        anchor=last.argmax(-1).astype(np.int32),
+        margin=best - second,
+        remaining=np.full(2, LENGTH, np.int32),
+        done=np.zeros(2, bool),
+        faulty=np.full(2, -1, np.int32),
+        gate=jax.device_get(gates.init(OFF, 2)),
+    )
 
 
 @pytest.fixture(scope="module")
 def plain(model, start):
-    """Plain decoding: tokens [2, 30] and logits [2, 30, V] behind the anchor, and the state after every step, the first one included."""
+    """Plain decoding: tokens [2, 30] and logits [2, 30, V] behind the anchor, and the state after
+    every step, the first one included.
+    """
     tokens, logits, states = [], [], [start]
     for _ in range(LENGTH):
         state, output, row = step(model, "plain", states[-1])
@@ -82,13 +98,28 @@ def half(model, prompts, start, plain):
     """Right for stream 0 at random positions."""
     stream = [int(start.anchor[0]), *plain[0][0].tolist()]
     right = np.random.default_rng(1).random(len(stream)) < 0.7
-    return scripted(model, [*prompts[0].tolist(), *np.where(right, stream, wrong(stream, 256)).tolist()])
+    return scripted(
+        model, [*prompts[0].tolist(), *np.where(right, stream, wrong(stream, 256)).tolist()]
+    )
 
 
 @pytest.mark.parametrize("mode", ["sequential", "block"])
 @pytest.mark.parametrize("drafter", ["model", "oracle", "half"])
-@pytest.mark.parametrize("gate", [OFF, dspark.GateConfig(enabled=True, margin=1.0, draft_ms=10, verify_base_ms=200, verify_slope_ms=80,
-                                                         margin_threshold=1.5)], ids=["off", "on"])
+@pytest.mark.parametrize(
+    "gate",
+    [
+        OFF,
+        dspark.GateConfig(
+            enabled=True,
+            margin=1.0,
+            draft_ms=10,
+            verify_base_ms=200,
+            verify_slope_ms=80,
+            margin_threshold=1.5,
+        ),
+    ],
+    ids=["off", "on"],
+)
 def test_committed_logits_are_those_of_plain_decoding(mode, drafter, gate, start, plain, request):
     """Bit for bit, in every row up to the accepted one, of both streams, until both are done."""
     model, state, seen = request.getfixturevalue(drafter), start, np.zeros(2, int)
@@ -115,13 +146,17 @@ def gap(logits):
 
 @pytest.mark.parametrize("mode", ["sequential", "block"])
 def test_a_round_begins_with_the_margin_of_its_anchor(mode, half, start, plain):
-    """Bit for bit that of the plain logits at the row that chose the anchor, whatever row of the round before it was."""
+    """Bit for bit that of the plain logits at the row that chose the anchor, whatever row of the
+    round before it was.
+    """
     state, seen, rows = start, np.zeros(2, int), set()
     while not np.any(state.done):
         state, output, _ = step(half, mode, state)
         for b in range(2):
             chosen_by = plain[1][b, seen[b] - 1] if seen[b] else None
-            assert same_bits(output.margin[b], start.margin[b] if chosen_by is None else gap(chosen_by))
+            assert same_bits(
+                output.margin[b], start.margin[b] if chosen_by is None else gap(chosen_by)
+            )
         rows |= set(output.accepted.tolist())
         seen += output.emitted
     assert rows >= {0, 1, 2}
@@ -141,32 +176,51 @@ def test_committed_state_is_that_of_plain_decoding(mode, half, start, plain):
     other = start
     for _ in range(5):
         other = step(half, "block" if mode == "sequential" else "sequential", other)[0]
-    assert same_bits(committed(state.cache, config)["stages"], committed(other.cache, config)["stages"])
+    assert same_bits(
+        committed(state.cache, config)["stages"], committed(other.cache, config)["stages"]
+    )
 
 
 def test_sequential_forwards_no_position_that_is_not_committed(model, half, start, plain):
-    """Every slot of the main model's caches, not only the committed ones, is as plain decoding leaves it; block verification differs."""
+    """Every slot of the main model's caches, not only the committed ones, is as plain decoding
+    leaves it; block verification differs.
+    """
     states = {mode: step(half, mode, start)[0] for mode in ("sequential", "block")}
     for b in range(2):
         advance = int(states["sequential"].cache.position[b] - start.cache.position[b])
-        assert advance == int(states["block"].cache.position[b] - start.cache.position[b]) < BLOCK + 1
-        same = {mode: [same_bits(x[:, b], y[:, b]) for x, y in zip(jax.tree.leaves(state.cache.layers),
-                                                                  jax.tree.leaves(plain[2][advance].cache.layers))]
-                for mode, state in states.items()}
+        assert (
+            advance == int(states["block"].cache.position[b] - start.cache.position[b]) < BLOCK + 1
+        )
+        same = {
+            mode: [
+                same_bits(x[:, b], y[:, b])
+                for x, y in zip(
+                    jax.tree.leaves(state.cache.layers),
+                    jax.tree.leaves(plain[2][advance].cache.layers),
+                )
+            ]
+            for mode, state in states.items()
+        }
         assert all(same["sequential"]) and not any(same["block"][:1])
 
 
 @pytest.mark.parametrize("n", range(BLOCK + 1))
 def test_block_sends_the_chosen_rows_and_no_more(model, start, n):
-    """The chosen length counts what is computed: slots written in the first layer's window, n + 1 of each stream."""
-    costs = dict(enabled=True, margin=1.0, draft_ms=0, verify_base_ms=1, plain_ms=1e-3 if n == 0 else 1e6)
+    """The chosen length counts what is computed: slots written in the first layer's window, n + 1
+    of each stream.
+    """
+    costs = dict(
+        enabled=True, margin=1.0, draft_ms=0, verify_base_ms=1, plain_ms=1e-3 if n == 0 else 1e6
+    )
     gate = dspark.GateConfig(min_draft=n, verify_slope_ms=1000, **costs)
     state, output, _ = step(model, "block", start, gate)
     assert output.verified.tolist() == [n, n] and output.skipped.tolist() == [int(n == 0)] * 2
     before, after = (s.cache.layers[0][0].window[0] for s in (start, state))
     written = (before != after).any(axis=-1)
     for b, position in enumerate(start.cache.position):
-        assert np.flatnonzero(written[b]).tolist() == sorted((position + i) % before.shape[1] for i in range(n + 1))
+        assert np.flatnonzero(written[b]).tolist() == sorted(
+            (position + i) % before.shape[1] for i in range(n + 1)
+        )
 
 
 @pytest.mark.parametrize("mode", ["sequential", "block"])
@@ -176,12 +230,22 @@ def test_margin_skips_one_stream_and_not_the_other(model, start, plain, mode):
     low = int(np.argmin(margins))
     state, output, _ = step(model, mode, start, gate)
     skipped = np.arange(2) == low
-    assert output.skipped.tolist() == np.where(skipped, rounds.MARGIN_SKIP, rounds.NOT_SKIPPED).tolist()
-    assert output.proposed.tolist() == np.where(skipped, 0, BLOCK).tolist() and output.verified[low] == 0
+    assert (
+        output.skipped.tolist()
+        == np.where(skipped, rounds.MARGIN_SKIP, rounds.NOT_SKIPPED).tolist()
+    )
+    assert (
+        output.proposed.tolist() == np.where(skipped, 0, BLOCK).tolist()
+        and output.verified[low] == 0
+    )
     assert output.verified[1 - low] > 0 and output.emitted[low] == 1
     assert output.tokens[:, 0].tolist() == plain[0][:, 0].tolist()
     assert same_bits(output.margin, margins)
-    assert state.gate.margin_skipped.tolist() == state.gate.skipped.tolist() == skipped.astype(int).tolist()
+    assert (
+        state.gate.margin_skipped.tolist()
+        == state.gate.skipped.tolist()
+        == skipped.astype(int).tolist()
+    )
 
 
 @pytest.mark.parametrize("mode", ["sequential", "block"])
@@ -196,12 +260,18 @@ def test_nothing_is_drafted_when_all_streams_skip(model, start, mode):
 @pytest.mark.parametrize("mode", ["plain", "sequential", "block"])
 def test_a_done_stream_rests(model, start, mode):
     state, output, _ = step(model, mode, start.replace(done=np.array([True, False])))
-    assert output.emitted[0] == 0 < output.emitted[1] and output.verified[0] == output.accepted[0] == output.proposed[0] == 0
+    assert (
+        output.emitted[0] == 0 < output.emitted[1]
+        and output.verified[0] == output.accepted[0] == output.proposed[0] == 0
+    )
     for name in ("anchor", "margin", "remaining"):
         assert same_bits(getattr(state, name)[0], getattr(start, name)[0])
         assert not same_bits(getattr(state, name)[1], getattr(start, name)[1])
     assert all(same_bits(x[0], y[0]) for x, y in zip(state.gate, start.gate))
-    leaves = zip(jax.tree.leaves((state.cache.layers, state.cache.stages)), jax.tree.leaves((start.cache.layers, start.cache.stages)))
+    leaves = zip(
+        jax.tree.leaves((state.cache.layers, state.cache.stages)),
+        jax.tree.leaves((start.cache.layers, start.cache.stages)),
+    )
     assert all(same_bits(x[:, 0], y[:, 0]) for x, y in leaves)
     assert state.cache.position[0] == start.cache.position[0]
 
@@ -212,33 +282,50 @@ def test_plain_leaves_the_drafters_rings_alone(start, plain):
 
 @pytest.mark.parametrize("mode", ["plain", "sequential", "block"])
 def test_the_end_of_a_stream(model, oracle, start, plain, mode):
-    """A stop token or the wanted length within what a round emits ends the stream; the round says what it computed."""
+    """A stop token or the wanted length within what a round emits ends the stream; the round says
+    what it computed.
+    """
     for index in range(1 if mode == "plain" else BLOCK + 1):
         stops = NO_STOPS.copy()
         stops[3] = plain[0][0, index]
         state, output, _ = step(oracle, mode, start, OFF, stops)
         assert state.done[0] and output.emitted[0] == (1 if mode == "plain" else BLOCK + 1)
-        state, _, _ = step(oracle, mode, start.replace(remaining=np.array([index + 1, LENGTH], np.int32)))
+        state, _, _ = step(
+            oracle, mode, start.replace(remaining=np.array([index + 1, LENGTH], np.int32))
+        )
         assert state.done.tolist() == [True, False]
-    state, _, _ = step(oracle, mode, start.replace(remaining=np.array([BLOCK + 2, LENGTH], np.int32)))
+    state, _, _ = step(
+        oracle, mode, start.replace(remaining=np.array([BLOCK + 2, LENGTH], np.int32))
+    )
     assert state.done.tolist() == [False, False]
 
 
 @pytest.mark.parametrize("mode", ["sequential", "block"])
 def test_no_row_beyond_the_end_of_the_cache(model, start, mode):
-    """As many drafts as fit are verified and counted. (The keys behind such a position are not those of its tokens; they need not be.)"""
+    """As many drafts as fit are verified and counted. (The keys behind such a position are not
+    those of its tokens; they need not be.)
+    """
     for room in range(1, BLOCK + 3):
         position = model.limits.max_seq_len - np.array([room, 50])
-        state, output, _ = step(model, mode, start.replace(cache=start.cache.replace(position=position.astype(np.int32))))
+        state, output, _ = step(
+            model,
+            mode,
+            start.replace(cache=start.cache.replace(position=position.astype(np.int32))),
+        )
         assert output.verified.tolist() == [min(room - 1, BLOCK), BLOCK]
-        assert state.gate.truncated.tolist() == state.gate.skipped.tolist() == [0, 0] and state.gate.rounds.tolist() == [1, 1]
+        assert state.gate.truncated.tolist() == state.gate.skipped.tolist() == [
+            0,
+            0,
+        ] and state.gate.rounds.tolist() == [1, 1]
         assert state.cache.position.tolist() == (position + output.accepted + 1).tolist()
         assert state.cache.position[0] <= model.limits.max_seq_len
 
 
 @pytest.mark.parametrize("mode", ["plain", "sequential", "block"])
 def test_a_fault_is_of_one_stream(model, prompts, start, plain, mode):
-    """Stream 0's anchor has a NaN embedding: its position is named, its token is not emitted, and stream 1 goes on with the same bits."""
+    """Stream 0's anchor has a NaN embedding: its position is named, its token is not emitted, and
+    stream 1 goes on with the same bits.
+    """
     anchor = int(start.anchor[0])
     assert anchor not in (*prompts[1], int(start.anchor[1]), int(plain[0][1, 0]))
     damaged = scripted(model, nan_tokens=[anchor])
@@ -250,7 +337,17 @@ def test_a_fault_is_of_one_stream(model, prompts, start, plain, mode):
 
 def test_choosing_a_token():
     nan, inf = np.nan, np.inf
-    logits = np.array([[1, 3, 2, 3], [0, -inf, -1, -4], [-inf] * 4, [0, nan, 9, 1], [0, inf, 1, 2], [-5, -5, -7, -5]], np.float32)
+    logits = np.array(
+        [
+            [1, 3, 2, 3],
+            [0, -inf, -1, -4],
+            [-inf] * 4,
+            [0, nan, 9, 1],
+            [0, inf, 1, 2],
+            [-5, -5, -7, -5],
+        ],
+        np.float32,
+    )
     best, margin, finite = (np.asarray(x) for x in rounds.choose_token(jnp.asarray(logits)))
     assert best[[0, 1, 5]].tolist() == [1, 0, 0], "the lowest of equals"
     assert margin[[0, 1, 5]].tolist() == [0, 1, 0]

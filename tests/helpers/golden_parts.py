@@ -1,7 +1,8 @@
 """The golden model played through, and its parts run one at a time on inputs of the golden files.
 
-A part is a function f(config, module, *arrays). `run` compiles it once for each structure of module, so that equal layers share a
-program; `run_changed` compiles it anew, after a test has put a mistake into the library.
+A part is a function f(config, module, *arrays). `run` compiles it once for each structure of
+module, so that equal layers share a program; `run_changed` compiles it anew, after a test has put a
+mistake into the library.
 """
 
 import dataclasses
@@ -15,13 +16,14 @@ import numpy as np
 from flax import nnx
 
 import dspark_jax as dspark
-from dspark_jax.runtime import backend
 from dspark_jax.model.cache import new_layer_cache
 from dspark_jax.model.layers import cached
 from dspark_jax.model.layers.cached import Rows, attend_cached, new_rows
 from dspark_jax.model.layers.rope import rotation
 from dspark_jax.model.parameters import ColumnsFirst
 from dspark_jax.model.segments import segments
+from dspark_jax.runtime import backend
+
 from helpers.support import MAX_SEQ_LEN
 
 ROWS = 48  # rows of every part program; shorter prompts are padded
@@ -29,6 +31,7 @@ VERIFY = 6  # rows of every extend, so that one program serves all tests
 
 
 # Running parts
+
 
 def run(function, config, module, *args):
     graphdef, state = nnx.split(module)
@@ -48,7 +51,10 @@ def _call(function, state, args):
 def _jitted(function, config, graphdef):
     """Without LLVM's optimisations: it compiles in half the time, and the deviations stay the same."""
     options = {**(backend.compiler_options() or {}), "xla_backend_optimization_level": 0}
-    return jax.jit(lambda state, *args: function(config, nnx.merge(graphdef, state), *args), compiler_options=options)
+    return jax.jit(
+        lambda state, *args: function(config, nnx.merge(graphdef, state), *args),
+        compiler_options=options,
+    )
 
 
 _compiled = functools.lru_cache(maxsize=None)(_jitted)
@@ -69,7 +75,9 @@ def _one_of(block, index: int):
 
 
 def with_values(module, changes: dict):
-    """A copy of the module with some parameters changed; changes: path such as "attn.sink" -> function of the old value."""
+    """A copy of the module with some parameters changed; changes: path such as "attn.sink" ->
+    function of the old value.
+    """
     graphdef, state = nnx.split(module)
     flat = dict(nnx.to_flat_state(state))
     for path, change in changes.items():
@@ -78,7 +86,9 @@ def with_values(module, changes: dict):
         if isinstance(flat[key], ColumnsFirst):
             value, old = np.ascontiguousarray(np.swapaxes(value, -1, -2)), flat[key].columns
         # A program is compiled anew for arguments that lie elsewhere.
-        flat[key] = flat[key].replace(jax.device_put(value, old.sharding) if isinstance(old, jax.Array) else value)
+        flat[key] = flat[key].replace(
+            jax.device_put(value, old.sharding) if isinstance(old, jax.Array) else value
+        )
     return nnx.merge(graphdef, nnx.from_flat_state(list(flat.items())))
 
 
@@ -90,12 +100,15 @@ def pad_rows(x, rows: int = ROWS):
 
 # The parts
 
+
 def rotary_rows(config, _, position, valid) -> Rows:
     return new_rows(config, position, ROWS, valid)
 
 
 def attention(config, block, x, rows: Rows, fill=0.0):
-    """Attention of a whole prompt: x [1, ROWS, D] (after attn_norm) -> output, cache, indexer. fill: what the cache holds."""
+    """Attention of a whole prompt: x [1, ROWS, D] (after attn_norm) -> output, cache, indexer.
+    fill: what the cache holds.
+    """
     cache = new_layer_cache(config, block.kind, 1, 1, MAX_SEQ_LEN, ROWS, jnp.float32)
     cache = jax.tree.map(lambda a: jnp.full_like(a, fill), cache)
     y, cache = attend_cached(block, config, x, rows, cache, 0)
@@ -103,12 +116,16 @@ def attention(config, block, x, rows: Rows, fill=0.0):
 
 
 def _indexer(config, block, x, rows, cache):
-    """Scores [1, ROWS, entries] against every slot, the picks [1, ROWS, K] and which of them exist; None without an indexer."""
+    """Scores [1, ROWS, entries] against every slot, the picks [1, ROWS, K] and which of them exist;
+    None without an indexer.
+    """
     if block.indexer is None:
         return None
     low, _ = block.attn.queries(x, rows.compressed)
     indexer, entries = block.indexer, cache.index_entries
-    scores = indexer.scores(indexer.queries(low, rows.compressed), indexer.head_weights(x), entries[0])
+    scores = indexer.scores(
+        indexer.queries(low, rows.compressed), indexer.head_weights(x), entries[0]
+    )
     return scores, *cached._choose(indexer, config, x, low, rows, entries, 0, block.kind.ratio)[:2]
 
 
@@ -148,30 +165,44 @@ def main_head(config, main, streams):
 
 
 def stage_keys(config, drafter, hidden, positions):
-    """hidden [1, n, N*D] at positions [1, n] -> what stage keys are made of [1, n, D], and the keys [Z, 1, n, C]."""
+    """hidden [1, n, N*D] at positions [1, n] -> what stage keys are made of [1, n, D], and the keys
+    [Z, 1, n, C].
+    """
     return drafter.main_x(hidden), drafter.stage_keys(hidden, rotation(config, False, positions))
 
 
 def draft_from_hidden(config, module, hidden, positions, token):
-    """Draft from 16 captured hidden [1, 16, N*D] at positions [1, 16], the first a multiple of 16 and the last the seed."""
+    """Draft from 16 captured hidden [1, 16, N*D] at positions [1, 16], the first a multiple of 16
+    and the last the seed.
+    """
     rings = module.drafter.stage_keys(hidden, rotation(config, False, positions))
     y, (_, chosen) = module.drafter.run_stages(module.main, rings, positions[:, -1] + 1, token)
     return module.drafter.decode(module.main, y, token), chosen
 
 
 def draft_parts(config, module, rings, position, token):
-    """rings [Z, 1, n, C], position [1], token [1] -> stage outputs, routing, head input, base logits, and the Draft."""
+    """rings [Z, 1, n, C], position [1], token [1] -> stage outputs, routing, head input, base
+    logits, and the Draft.
+    """
     y, (streams, chosen) = module.drafter.run_stages(module.main, rings, position, token)
     base = module.drafter.base_logits(module.main, y)
-    return dict(stage_out=jnp.stack(streams, axis=3), chosen=chosen, head_hidden=y, base_logits=base,
-                draft=module.drafter.decode(module.main, y, token))
+    return dict(
+        stage_out=jnp.stack(streams, axis=3),
+        chosen=chosen,
+        head_hidden=y,
+        base_logits=base,
+        draft=module.drafter.decode(module.main, y, token),
+    )
 
 
 # The golden model played through
 
+
 @dataclasses.dataclass
 class Played:
-    """One prompt: prefill, then the golden tokens. NumPy, no batch axis; `caches` by number of tokens decoded."""
+    """One prompt: prefill, then the golden tokens. NumPy, no batch axis; `caches` by number of
+    tokens decoded.
+    """
 
     prefill_logits: np.ndarray
     prefill_hidden: np.ndarray
@@ -181,12 +212,18 @@ class Played:
 
 
 def feed(model, cache, ids):
-    """extend + commit of 1 to 6 tokens of one stream, always in the same program: logits [n, V], hidden [n, N*D], cache."""
+    """extend + commit of 1 to 6 tokens of one stream, always in the same program: logits [n, V],
+    hidden [n, N*D], cache.
+    """
     count = len(ids)
     tokens = np.zeros((1, VERIFY), np.int32)
     tokens[0, :count] = ids
     logits, hidden, cache = dspark.extend(model, cache, tokens, [count])
-    return np.asarray(logits[0, :count]), np.asarray(hidden[0, :count]), dspark.commit(cache, [count])
+    return (
+        np.asarray(logits[0, :count]),
+        np.asarray(hidden[0, :count]),
+        dspark.commit(cache, [count]),
+    )
 
 
 def play(model, expected, prompt: int) -> Played:
@@ -194,7 +231,7 @@ def play(model, expected, prompt: int) -> Played:
     logits, hidden, cache = dspark.prefill(model, ids.tolist())
     caches, outs, done = {0: cache}, [], 0
     for count in (6, 3, 6, 6, 3):  # a draft case starts after 9 steps
-        *out, cache = feed(model, cache, fed[done:done + count])
+        *out, cache = feed(model, cache, fed[done : done + count])
         done += count
         outs.append(out)
         caches[done] = cache
@@ -210,30 +247,52 @@ def speculate(model, prompt_ids, rounds: int):
     for _ in range(rounds):
         draft = dspark.draft(model, cache, [committed])
         proposed = np.asarray(draft.tokens[0])
-        logits, _, cache = dspark.extend(model, cache, np.append(committed, proposed)[None], [VERIFY])
+        logits, _, cache = dspark.extend(
+            model, cache, np.append(committed, proposed)[None], [VERIFY]
+        )
         best = np.asarray(logits[0].argmax(-1))
         accepted = int(np.argmin(np.append(best[:-1] == proposed, False)))
         verified = np.where(np.arange(VERIFY) <= accepted, best, -1)
-        log.append(dict(pos=int(cache.position[0]), committed=committed, draft_ids=proposed, verify_ids=verified,
-                        accepted=accepted, confidence=np.asarray(draft.confidence[0])))
+        log.append(
+            dict(
+                pos=int(cache.position[0]),
+                committed=committed,
+                draft_ids=proposed,
+                verify_ids=verified,
+                accepted=accepted,
+                confidence=np.asarray(draft.confidence[0]),
+            )
+        )
         cache, committed = dspark.commit(cache, [accepted + 1]), int(best[accepted])
     arrays = {name: np.array([entry[name] for entry in log]) for name in log[0]}
-    arrays["emitted"] = np.concatenate([[e["committed"], *e["draft_ids"][:e["accepted"]]] for e in log])
+    arrays["emitted"] = np.concatenate(
+        [[e["committed"], *e["draft_ids"][: e["accepted"]]] for e in log]
+    )
     return arrays
 
 
 def draft_case(expected, case: int):
-    """Golden draft case: position [1] and token [1] of the anchor, hidden [16, N*D] and positions [16] of the seed's window."""
+    """Golden draft case: position [1] and token [1] of the anchor, hidden [16, N*D] and positions
+    [16] of the seed's window.
+    """
     start, token = int(expected[f"d{case}.start"][0]), expected[f"d{case}.committed"]
-    known = [expected[f"p{case}.{part}_hidden"] for part in ("prefill", "decode") if f"p{case}.{part}_hidden" in expected]
+    known = [
+        expected[f"p{case}.{part}_hidden"]
+        for part in ("prefill", "decode")
+        if f"p{case}.{part}_hidden" in expected
+    ]
     positions = np.arange(16) + max(start - 15, 0)
     hidden = np.concatenate([*known, np.zeros((16, known[0].shape[1]), np.float32)])[positions]
     position = np.array([start + 1], np.int32)
-    return types.SimpleNamespace(position=position, token=token, hidden=hidden, positions=positions, start=start)
+    return types.SimpleNamespace(
+        position=position, token=token, hidden=hidden, positions=positions, start=start
+    )
 
 
 def rings_of(keys, case):
-    """keys [Z, 1, 16, C] at the case's positions -> rings of 16 slots with what lies beyond the seed left at zero."""
+    """keys [Z, 1, 16, C] at the case's positions -> rings of 16 slots with what lies beyond the
+    seed left at zero.
+    """
     rings = np.zeros(keys.shape, np.float32)
     for i, position in enumerate(case.positions):
         if position <= case.start:

@@ -1,4 +1,6 @@
-"""Processes that tests start, each with CPU devices of its own: `python SCRIPT DEVICES WHAT ARGUMENTS...`."""
+"""Processes that tests start, each with CPU devices of its own: `python SCRIPT DEVICES WHAT
+ARGUMENTS...`.
+"""
 
 import os
 import socket
@@ -17,14 +19,28 @@ def start(script: str, devices: int, what: str, *arguments) -> subprocess.Popen:
 
 def command(devices: int, *arguments) -> subprocess.Popen:
     """`dspark ARGUMENTS...`"""
-    return _python("-m", "dspark_jax.commands.main", *map(str, arguments), JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(devices))
+    return _python(
+        "-m",
+        "dspark_jax.commands.main",
+        *map(str, arguments),
+        JAX_PLATFORMS="cpu",
+        JAX_NUM_CPU_DEVICES=str(devices),
+    )
 
 
 def _python(*arguments: str, **variables: str) -> subprocess.Popen:
     environment = os.environ | variables
-    environment["XLA_FLAGS"] = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
+    environment["XLA_FLAGS"] = " ".join(
+        flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag
+    )
     environment["PYTHONPATH"] = str(HERE.parent)
-    return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def free_port() -> int:
@@ -42,9 +58,12 @@ def finish(running: subprocess.Popen, status: int = 0, seconds: float = 600) -> 
 
 
 def main(**checks: Callable) -> None:
-    """In the process: runs the check that the command line names, on as many CPU devices as it says."""
+    """In the process: runs the check that the command line names, on as many CPU devices as it
+    says.
+    """
     devices, what, *arguments = sys.argv[1:]
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
+
     jax.config.update("jax_num_cpu_devices", int(devices))
     checks[what](*arguments)

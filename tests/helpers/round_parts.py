@@ -1,6 +1,8 @@
-"""What the tests of rounds and of generate share: a drafter that says what a test wants, damaged weights, and a count of compilations.
+"""What the tests of rounds and of generate share: a drafter that says what a test wants, damaged
+weights, and a count of compilations.
 
-Everything that differs from test to test is data of one module structure, so that all of them run the same few programs.
+Everything that differs from test to test is data of one module structure, so that all of them run
+the same few programs.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ from flax import nnx
 
 import dspark_jax as dspark
 from dspark_jax.model.drafter import Draft
+
 from helpers.support import MAX_SEQ_LEN
 
 OWN = -1  # in a script: what the model's own drafter proposes
@@ -21,7 +24,9 @@ BLOCK = 5  # the golden model's dspark_block_size
 
 
 class ScriptedDrafter(nnx.Module):
-    """The model's drafter, overruled by a script of tokens and confidences for every position of the stream."""
+    """The model's drafter, overruled by a script of tokens and confidences for every position of
+    the stream.
+    """
 
     def __init__(self, drafter):
         self.own = drafter
@@ -35,12 +40,16 @@ class ScriptedDrafter(nnx.Module):
         own = self.own.draft(main, cache, token, hidden)
         at = cache.position[:, None] + 1 + jnp.arange(own.tokens.shape[1])
         tokens, confidence = self.tokens[...][at], self.confidence[...][at]
-        return Draft(jnp.where(tokens == OWN, own.tokens, tokens), own.logits,
-                     jnp.where(jnp.isnan(confidence), own.confidence, confidence))
+        return Draft(
+            jnp.where(tokens == OWN, own.tokens, tokens),
+            own.logits,
+            jnp.where(jnp.isnan(confidence), own.confidence, confidence),
+        )
 
 
 def scripted(model, tokens=(), confidence=(), tokenizer=None, nan_tokens=()):
-    """A copy of the model with a script: tokens by position, OWN (or an end) for the drafter's own; confidence likewise, with NaN.
+    """A copy of the model with a script: tokens by position, OWN (or an end) for the drafter's own;
+    confidence likewise, with NaN.
 
     nan_tokens: ids whose embedding is NaN in the copy, so that the logits behind such a token are.
     """
@@ -49,7 +58,9 @@ def scripted(model, tokens=(), confidence=(), tokenizer=None, nan_tokens=()):
         module.drafter = ScriptedDrafter(module.drafter)
     module.drafter.tokens[...] = _padded(tokens, module.drafter.tokens[...], OWN)
     module.drafter.confidence[...] = _padded(confidence, module.drafter.confidence[...], np.nan)
-    return with_nan_tokens(dataclasses.replace(model, module=module, tokenizer=tokenizer), nan_tokens)
+    return with_nan_tokens(
+        dataclasses.replace(model, module=module, tokenizer=tokenizer), nan_tokens
+    )
 
 
 def with_nan_tokens(model, ids):
@@ -65,7 +76,11 @@ def with_nan_drafter(model, path):
     """A copy whose drafter has a NaN parameter: its path below the drafter, such as norm.weight."""
     module = _copy(model.module)
     drafter = module.drafter.own if isinstance(module.drafter, ScriptedDrafter) else module.drafter
-    variable = functools.reduce(lambda at, part: at[int(part)] if part.isdigit() else getattr(at, part), path.split("."), drafter)
+    variable = functools.reduce(
+        lambda at, part: at[int(part)] if part.isdigit() else getattr(at, part),
+        path.split("."),
+        drafter,
+    )
     variable[...] = jnp.full_like(variable[...], jnp.nan)
     return dataclasses.replace(model, module=module)
 
@@ -119,7 +134,9 @@ def byte_tokenizer():
     """A tokenizer of 256 entries: id = byte."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
-    # The printable stand-ins of bytes in byte-level vocabularies, in the order of the bytes that they stand for.
+
+    # The printable stand-ins of bytes in byte-level vocabularies, in the order of the bytes that
+    # they stand for.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}

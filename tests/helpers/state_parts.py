@@ -1,4 +1,6 @@
-"""What the tests of target state share: feeding streams, the committed part of a cache, and comparison of bits."""
+"""What the tests of target state share: feeding streams, the committed part of a cache, and
+comparison of bits.
+"""
 
 import dataclasses
 
@@ -28,9 +30,11 @@ def differing(a, b) -> np.ndarray:
 
 
 def committed(cache, config) -> dict[str, np.ndarray]:
-    """Everything in a cache that belongs to committed positions and that a later row or draft may read.
+    """Everything in a cache that belongs to committed positions and that a later row or draft may
+    read.
 
-    Each array is [B, ...] in order of position, zero where a stream has nothing; what lies in other slots has no meaning.
+    Each array is [B, ...] in order of position, zero where a stream has nothing; what lies in other
+    slots has no meaning.
     """
     position = np.asarray(cache.position)
     state = {"position": position, "stages": _newest(cache.stages, position, config.sliding_window)}
@@ -43,12 +47,18 @@ def committed(cache, config) -> dict[str, np.ndarray]:
                 if array is None:
                     continue
                 inputs = name.endswith("inputs")
-                state[f"{s}.{m}.{name}"] = _newest(array, position, pooled) if inputs else _first(array, position // kind.ratio)
+                state[f"{s}.{m}.{name}"] = (
+                    _newest(array, position, pooled)
+                    if inputs
+                    else _first(array, position // kind.ratio)
+                )
     return state
 
 
 def _newest(ring, position, count: int) -> np.ndarray:
-    """ring [n, B, S, ...] -> [B, n, count, ...]: what it holds of the `count` positions before `position`."""
+    """ring [n, B, S, ...] -> [B, n, count, ...]: what it holds of the `count` positions before
+    `position`.
+    """
     ring = np.asarray(ring)
     held = position[:, None] - count + np.arange(count)
     values = ring[:, np.arange(len(position))[:, None], held % ring.shape[2]]
@@ -58,7 +68,13 @@ def _newest(ring, position, count: int) -> np.ndarray:
 def _first(entries, count) -> np.ndarray:
     """entries [n, B, S, C] -> [B, n, S, C], zero from slot count [B] on."""
     entries = np.asarray(entries)
-    return np.moveaxis(np.where(_like(np.arange(entries.shape[2]) < count[:, None], entries), entries, np.float32(0)), 1, 0)
+    return np.moveaxis(
+        np.where(
+            _like(np.arange(entries.shape[2]) < count[:, None], entries), entries, np.float32(0)
+        ),
+        1,
+        0,
+    )
 
 
 def _like(mask, values):
@@ -96,36 +112,49 @@ def _stream_axis(array) -> int:
 
 
 def block_at(tokens, position, width: int) -> np.ndarray:
-    """tokens [B, S], position [B] -> [B, width], the tokens from `position` on (any valid id beyond the end)."""
+    """tokens [B, S], position [B] -> [B, width], the tokens from `position` on (any valid id beyond
+    the end).
+    """
     at = np.asarray(position)[:, None] + np.arange(width)
     return np.take_along_axis(tokens, np.minimum(at, tokens.shape[1] - 1), axis=1)
 
 
 class Fed:
-    """What feeding streams gives: the cache, and logits [B, S, V] and hidden [B, S, N*D] by position (NaN: not computed)."""
+    """What feeding streams gives: the cache, and logits [B, S, V] and hidden [B, S, N*D] by
+    position (NaN: not computed).
+    """
 
     def __init__(self, cache, tokens):
         self.cache, self.tokens, self.logits, self.hidden = cache, tokens, None, None
 
     def keep(self, at, count, logits, hidden):
         if self.logits is None:
-            self.logits, self.hidden = (np.full((*self.tokens.shape, x.shape[2]), np.nan, np.float32) for x in (logits, hidden))
+            self.logits, self.hidden = (
+                np.full((*self.tokens.shape, x.shape[2]), np.nan, np.float32)
+                for x in (logits, hidden)
+            )
         for stream, (start, n) in enumerate(zip(at, count)):
-            self.logits[stream, start:start + n] = logits[stream, :n]
-            self.hidden[stream, start:start + n] = hidden[stream, :n]
+            self.logits[stream, start : start + n] = logits[stream, :n]
+            self.hidden[stream, start : start + n] = hidden[stream, :n]
 
 
 def feed(model, cache, tokens, ends, sizes, width: int) -> Fed:
-    """Extends and commits every stream b from its position to ends[b] with tokens[b], by sizes[b] rows at a time.
+    """Extends and commits every stream b from its position to ends[b] with tokens[b], by sizes[b]
+    rows at a time.
 
-    tokens [B, S]; ends and sizes [B] or one number; sizes may be a function of the call's number. width: rows of each call.
+    tokens [B, S]; ends and sizes [B] or one number; sizes may be a function of the call's number.
+    width: rows of each call.
     """
     fed = Fed(cache, tokens)
     call = 0
     while (np.asarray(fed.cache.position) < ends).any():
         at = np.asarray(fed.cache.position)
-        count = np.minimum(sizes(call) if callable(sizes) else sizes, np.maximum(ends - at, 0)).astype(np.int32)
-        logits, hidden, written = dspark.extend(model, fed.cache, block_at(tokens, at, width), count)
+        count = np.minimum(
+            sizes(call) if callable(sizes) else sizes, np.maximum(ends - at, 0)
+        ).astype(np.int32)
+        logits, hidden, written = dspark.extend(
+            model, fed.cache, block_at(tokens, at, width), count
+        )
         fed.keep(at, count, np.asarray(logits), np.asarray(hidden))
         fed.cache = dspark.commit(written, count)
         call += 1

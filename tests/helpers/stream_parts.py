@@ -1,6 +1,7 @@
-"""What test_mesh_streams.py runs in a process with four devices: several prompts at a time on a mesh, each as it runs alone.
+"""What test_mesh_streams.py runs in a process with four devices: several prompts at a time on a
+mesh, each as it runs alone.
 
-    python stream_parts.py 4 streams
+python stream_parts.py 4 streams
 """
 
 import dataclasses
@@ -8,19 +9,38 @@ import importlib
 from collections import Counter
 
 from helpers import processes
-from helpers.mesh_parts import collectives, draft_collectives, extend_collectives, load, rows_of_the_mesh, watched, with_head_rows
+from helpers.mesh_parts import (
+    collectives,
+    draft_collectives,
+    extend_collectives,
+    load,
+    rows_of_the_mesh,
+    watched,
+    with_head_rows,
+)
 
 # The gate of these numbers skips drafts by margin, shortens some blocks and not others.
-GATE = {"enabled": True, "margin": 1.0, "draft_ms": 10, "verify_base_ms": 200, "verify_slope_ms": 100, "min_draft": 3,
-        "margin_threshold": 2}
+GATE = {
+    "enabled": True,
+    "margin": 1.0,
+    "draft_ms": 10,
+    "verify_base_ms": 200,
+    "verify_slope_ms": 100,
+    "min_draft": 3,
+    "margin_threshold": 2,
+}
 OPTIONS = {"max_new_tokens": 30, "mode": "block", "stop_token_ids": [240]}
 ROUNDS_PER_CALL = 4
 
 
 def streams() -> None:
-    """Five prompts on 4x1 (a full group, and one stream beside three idle ones) and on 2x2 (two full groups and half of one)."""
+    """Five prompts on 4x1 (a full group, and one stream beside three idle ones) and on 2x2 (two
+    full groups and half of one).
+    """
     import dspark_jax as dspark
+
     from helpers.support import golden_arrays
+
     gate, expected = dspark.GateConfig(**GATE), golden_arrays("expected_float")
     prompts = five_prompts(expected)
     importlib.import_module("dspark_jax.decode.generate").ROUNDS_PER_CALL = ROUNDS_PER_CALL
@@ -34,7 +54,11 @@ def streams() -> None:
         with watched() as positions:
             out = dspark.generate(model, prompts, gate=gate, **OPTIONS)
         check_idle_rows(positions, sizes[0], len(prompts))
-        own = alone if sizes[1] == 1 else [dspark.generate(model, prompt, gate=gate, **OPTIONS) for prompt in prompts]
+        own = (
+            alone
+            if sizes[1] == 1
+            else [dspark.generate(model, prompt, gate=gate, **OPTIONS) for prompt in prompts]
+        )
         check_each(out, alone, own)
         check_stats(out, sums, sizes[0], same_bits=sizes[1] == 1)
         check_collectives(model, texts, *sizes)
@@ -51,25 +75,35 @@ def five_prompts(expected) -> list[list[int]]:
 
 
 def check_variety(alone) -> None:
-    """The prompts end at different lengths, for both reasons, after different numbers of calls; the gate decides differently."""
+    """The prompts end at different lengths, for both reasons, after different numbers of calls; the
+    gate decides differently.
+    """
     reasons = [out.finish_reasons[0] for out in alone]
     assert set(reasons) == {"stop", "length"}
     assert len({len(out.tokens[0]) for out in alone}) == 3
     assert len({-(-len(out.rounds[0]) // ROUNDS_PER_CALL) for out in alone}) > 1
     records = [record for out in alone for record in out.rounds[0]]
-    assert {record.skipped for record in records} == {"", "margin"} and len({record.verified for record in records}) == 3
+    assert {record.skipped for record in records} == {"", "margin"} and len(
+        {record.verified for record in records}
+    ) == 3
 
 
 def check_idle_rows(positions, width: int, prompts: int) -> None:
     """Rows without a prompt never leave position 0."""
     assert {len(p) for p in positions} == {width} and len(positions) > -(-prompts // width)
     live = prompts % width
-    assert live and all((p[:live].count(0), p[live:]) == (0, [0] * (width - live)) for p in positions[-1:])
+    assert live and all(
+        (p[:live].count(0), p[live:]) == (0, [0] * (width - live)) for p in positions[-1:]
+    )
 
 
 def check_each(out, alone, own) -> None:
-    """Tokens and choices of the solo run on one device, and all records to the last bit of the solo run on this mesh (`own`)."""
-    assert out.tokens == [solo.tokens[0] for solo in alone] and out.finish_reasons == [solo.finish_reasons[0] for solo in alone]
+    """Tokens and choices of the solo run on one device, and all records to the last bit of the solo
+    run on this mesh (`own`).
+    """
+    assert out.tokens == [solo.tokens[0] for solo in alone] and out.finish_reasons == [
+        solo.finish_reasons[0] for solo in alone
+    ]
     assert out.rounds == [solo.rounds[0] for solo in own]
     assert choices(out.rounds) == choices([solo.rounds[0] for solo in alone])
     for together, solo in zip(out.stats["per_prompt"], own, strict=True):
@@ -77,30 +111,45 @@ def check_each(out, alone, own) -> None:
 
 
 def choices(rounds):
-    return [[dataclasses.replace(record, confidence=None, margin=0.0) for record in records] for records in rounds]
+    return [
+        [dataclasses.replace(record, confidence=None, margin=0.0) for record in records]
+        for records in rounds
+    ]
 
 
 def check_stats(out, sums, width: int, same_bits: bool) -> None:
-    """Counts are the sums of one device's. A group takes the time of its slowest stream; a stream that ended earlier, less."""
+    """Counts are the sums of one device's. A group takes the time of its slowest stream; a stream
+    that ended earlier, less.
+    """
     ours, theirs = timeless(out.stats), timeless(sums)
     if not same_bits:  # scores near the edge of a bucket
-        ours["gate"], theirs["gate"] = ({key: gate[key] for key in ("rounds", "truncated", "skipped", "margin_skipped")}
-                                        for gate in (ours["gate"], theirs["gate"]))
+        ours["gate"], theirs["gate"] = (
+            {key: gate[key] for key in ("rounds", "truncated", "skipped", "margin_skipped")}
+            for gate in (ours["gate"], theirs["gate"])
+        )
     assert ours == theirs
     seconds = [prompt["seconds"] for prompt in out.stats["per_prompt"]]
-    groups = [seconds[i:i + width] for i in range(0, len(seconds), width)]
+    groups = [seconds[i : i + width] for i in range(0, len(seconds), width)]
     assert out.stats["seconds"] == sum(map(max, groups)) and min(seconds) > 0
     assert seconds[1] < max(groups[0]), "the second prompt ends first of its group"
 
 
 def timeless(stats: dict) -> dict:
-    return {key: value for key, value in stats.items() if "second" not in key and key != "per_prompt"}
+    return {
+        key: value for key, value in stats.items() if "second" not in key and key != "per_prompt"
+    }
 
 
 def compiled_by_hand(model) -> dict[str, str]:
-    """Makes the model's programs so that their texts can be had: name -> text, there when a program has run."""
+    """Makes the model's programs so that their texts can be had: name -> text, there when a program
+    has run.
+    """
     from dspark_jax.decode import engine
-    programs, texts = engine._programs(model.split[0], model.mesh, model.limits, OPTIONS["mode"]), {}
+
+    programs, texts = (
+        engine._programs(model.split[0], model.mesh, model.limits, OPTIONS["mode"]),
+        {},
+    )
 
     def by_hand(name, jitted):
         compiled = []
@@ -109,53 +158,81 @@ def compiled_by_hand(model) -> dict[str, str]:
             if not compiled:
                 compiled.append(jitted.lower(*arguments).compile())
                 texts[name] = compiled[0].as_text()
-            return compiled[0](*arguments)  # arguments cut otherwise than at the first call are refused
+            return compiled[0](
+                *arguments
+            )  # arguments cut otherwise than at the first call are refused
+
         return call
 
-    programs.begin, programs.run = by_hand("prefill", programs.begin), by_hand("rounds", programs.run)
+    programs.begin, programs.run = (
+        by_hand("prefill", programs.begin),
+        by_hand("rounds", programs.run),
+    )
     return texts
 
 
 def check_collectives(model, texts, data: int, shards: int) -> None:
-    """A chunk and a call of rounds hold the collectives of the design, for the one stream of a device, and no others."""
+    """A chunk and a call of rounds hold the collectives of the design, for the one stream of a
+    device, and no others.
+    """
     block, chunk = model.config.dspark_block_size, model.limits.prefill_chunk
     found, groups = collectives(texts["prefill"])
-    assert found == extend_collectives(model, 1, chunk, 1) and groups <= rows_of_the_mesh(data, shards)
+    assert found == extend_collectives(model, 1, chunk, 1) and groups <= rows_of_the_mesh(
+        data, shards
+    )
     found, groups = collectives(texts["rounds"])
-    count = Counter({("all-reduce", "[]"): 1})  # how many rounds there were, the only word between streams
-    assert found == extend_collectives(model, 1, block + 1, block + 1) + draft_collectives(model, 1) + count, found
+    count = Counter(
+        {("all-reduce", "[]"): 1}
+    )  # how many rounds there were, the only word between streams
+    assert (
+        found
+        == extend_collectives(model, 1, block + 1, block + 1) + draft_collectives(model, 1) + count
+    ), found
     assert len(groups - rows_of_the_mesh(data, shards)) == 1
 
 
 def check_last_vocabulary_shard(model, prompts, alone) -> None:
-    """Two rows of the head change places, so that the last id of all wins where the main model first verifies."""
+    """Two rows of the head change places, so that the last id of all wins where the main model
+    first verifies.
+    """
     import dspark_jax as dspark
+
     last = model.config.vocab_size - 1
     first, second = alone[0].tokens[0][:2]
     assert len({first, second, last}) == 3
-    out = dspark.generate(with_head_rows(model, second, last), prompts, **OPTIONS | {"max_new_tokens": 2})
+    out = dspark.generate(
+        with_head_rows(model, second, last), prompts, **OPTIONS | {"max_new_tokens": 2}
+    )
     assert out.tokens[0] == [first, last]
 
 
 def check_goldens(model, expected) -> None:
     """Without the gate, two streams beside each other emit the golden tokens in the golden rounds."""
     import dspark_jax as dspark
+
     prompts = [expected[f"p{i}.ids"].tolist() for i in (1, 2)]
     out = dspark.generate(model, prompts, max_new_tokens=30, mode="block", stop_token_ids=[])
     for i, tokens, records in zip((1, 2), out.tokens, out.rounds):
         assert tokens == expected[f"spec{i}.emitted"].tolist()[:30]
-        assert [r.accepted for r in records] == expected[f"spec{i}.accepted"].tolist()[:len(records)] and len(records) > 6
+        assert [r.accepted for r in records] == expected[f"spec{i}.accepted"].tolist()[
+            : len(records)
+        ] and len(records) > 6
 
 
 def check_faults(model, prompts, alone) -> None:
     """A token that makes logits NaN, in one stream only: the error names its prompt and position."""
     import pytest
+
     import dspark_jax as dspark
+
     options = OPTIONS | {"max_new_tokens": 12}
     seen = [prompt + solo.tokens[0][:12] for prompt, solo in zip(prompts, alone)]
     for number, at in ((1, only_in(seen, 1, 0)), (2, only_in(seen, 2, len(prompts[2])))):
         position = max(at, len(prompts[number]) - 1)
-        with pytest.raises(dspark.NumericsError, match=f"prompt {number}: the logits at position {position} are not finite"):
+        with pytest.raises(
+            dspark.NumericsError,
+            match=f"prompt {number}: the logits at position {position} are not finite",
+        ):
             dspark.generate(with_nan_embedding(model, seen[number][at]), prompts, **options)
     assert position >= len(prompts[2]), "in a round"
 
@@ -163,7 +240,11 @@ def check_faults(model, prompts, alone) -> None:
 def only_in(streams, number: int, start: int) -> int:
     """The first position from `start` on whose token no other stream has, nor this one before."""
     others = {token for i, stream in enumerate(streams) for token in stream if i != number}
-    return next(at for at in range(start, len(streams[number])) if streams[number][at] not in others | set(streams[number][:at]))
+    return next(
+        at
+        for at in range(start, len(streams[number]))
+        if streams[number][at] not in others | set(streams[number][:at])
+    )
 
 
 def with_nan_embedding(model, token: int):
@@ -171,6 +252,7 @@ def with_nan_embedding(model, token: int):
     import jax
     import numpy as np
     from flax import nnx
+
     module = nnx.clone(model.module)
     embed = module.main.embed
     rows = np.array(embed[...])
@@ -180,9 +262,12 @@ def with_nan_embedding(model, token: int):
 
 
 def check_interrupt(model, prompts, alone, gate) -> None:
-    """Ctrl-C in the second call of rounds keeps what the first one emitted, of every stream of the group."""
+    """Ctrl-C in the second call of rounds keeps what the first one emitted, of every stream of the
+    group.
+    """
     import dspark_jax as dspark
     from dspark_jax.decode.engine import Engine
+
     original, width = Engine._run, model.mesh.shape["data"]
     calls = iter(range(1000))
 
@@ -196,7 +281,9 @@ def check_interrupt(model, prompts, alone, gate) -> None:
         out = dspark.generate(model, prompts, gate=gate, **OPTIONS)
     finally:
         Engine._run = original
-    assert out.finish_reasons.count("interrupted") == len(prompts) - 1, "the second prompt had already ended"
+    assert out.finish_reasons.count("interrupted") == len(prompts) - 1, (
+        "the second prompt had already ended"
+    )
     for i, solo in enumerate(alone):
         records = choices(solo.rounds)[0][:ROUNDS_PER_CALL] if i < width else []
         kept = 1 + sum(record.accepted + 1 for record in records) if i < width else 0

@@ -13,8 +13,14 @@ from dspark_jax.model.parameters import Maker, RandomSource
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MAX_SEQ_LEN = 128
-DTYPES = {"F32": np.float32, "I32": np.int32, "I8": np.uint8, "U8": np.uint8, "F8_E8M0": np.uint8,
-          "F8_E4M3": ml_dtypes.float8_e4m3fn}
+DTYPES = {
+    "F32": np.float32,
+    "I32": np.int32,
+    "I8": np.uint8,
+    "U8": np.uint8,
+    "F8_E8M0": np.uint8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+}
 
 
 def golden_arrays(name: str) -> dict[str, np.ndarray]:
@@ -29,7 +35,13 @@ def golden_arrays(name: str) -> dict[str, np.ndarray]:
 
 
 def golden_model(activation_quant: bool, **options) -> dspark.Model:
-    return dspark.load(GOLDENS, max_seq_len=MAX_SEQ_LEN, dtype="float32", activation_quant=activation_quant, **options)
+    return dspark.load(
+        GOLDENS,
+        max_seq_len=MAX_SEQ_LEN,
+        dtype="float32",
+        activation_quant=activation_quant,
+        **options,
+    )
 
 
 def rms(x) -> float:

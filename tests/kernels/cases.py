@@ -7,12 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.runtime.backend import compiler_options
 from dspark_jax.pallas_kernels import ColumnExperts, Experts, fp4, moe_fp4
+from dspark_jax.runtime.backend import compiler_options
 
 LIMIT = 3.0  # low enough that both clamps act on these inputs
+
+
 def dequantised(experts: Experts) -> Experts:
-    return Experts(fp4.np_dequantise(experts.w13, experts.s13), None, fp4.np_dequantise(experts.w2, experts.s2), None)
+    return Experts(
+        fp4.np_dequantise(experts.w13, experts.s13),
+        None,
+        fp4.np_dequantise(experts.w2, experts.s2),
+        None,
+    )
 
 
 def columns_first(experts: Experts) -> ColumnExperts:
@@ -44,11 +51,18 @@ class Call(NamedTuple):
 def program(name: str, regime: str, activation_quant: bool, first_expert: int):
     backend, _, _ = BACKENDS[name]
     options = dict(
-        swiglu_limit=LIMIT, first_expert=first_expert, activation_quant=activation_quant, regime=regime, backend=backend
+        swiglu_limit=LIMIT,
+        first_expert=first_expert,
+        activation_quant=activation_quant,
+        regime=regime,
+        backend=backend,
     )
     compiler = compiler_options() or {}
     if backend.endswith("interpret"):
-        compiler = {**compiler, "xla_backend_optimization_level": 0}  # nobody runs these for speed, and they compile in half the time
+        compiler = {
+            **compiler,
+            "xla_backend_optimization_level": 0,
+        }  # nobody runs these for speed, and they compile in half the time
     return jax.jit(functools.partial(moe_fp4, **options), compiler_options=compiler)
 
 
@@ -66,19 +80,38 @@ def random_experts(rng, experts: int, width: int, inner: int) -> Experts:
     s13 = scales(experts, 2 * inner, width // 32)
     s13[:, ::5, 0] = 0
     return Experts(
-        packed(experts, 2 * inner, width // 2), s13, packed(experts, width, inner // 2), scales(experts, width, inner // 32)
+        packed(experts, 2 * inner, width // 2),
+        s13,
+        packed(experts, width, inner // 2),
+        scales(experts, width, inner // 32),
     )
 
 
-def make_call(seed: int, ids: np.ndarray, *, held: int, width: int, inner: int, first_expert: int = 0, padded=()) -> Call:
-    """A call with bfloat16-exact float32 inputs; rows in `padded` do not count: they are NaN, and their ids mean nothing."""
+def make_call(
+    seed: int,
+    ids: np.ndarray,
+    *,
+    held: int,
+    width: int,
+    inner: int,
+    first_expert: int = 0,
+    padded=(),
+) -> Call:
+    """A call with bfloat16-exact float32 inputs; rows in `padded` do not count: they are NaN, and
+    their ids mean nothing.
+    """
     rng = np.random.default_rng(seed)
     rows = len(ids)
     x = rng.standard_normal((rows, width)).astype(jnp.bfloat16).astype(np.float32)
     weights = rng.uniform(0.1, 1.0, ids.shape).astype(np.float32)
     mask, ids = np.ones(rows, bool), ids.astype(np.int32)
     for row in padded:
-        mask[row], x[row], weights[row], ids[row] = False, np.nan, np.nan, -(2**31) if row % 2 else 2**31 - 1
+        mask[row], x[row], weights[row], ids[row] = (
+            False,
+            np.nan,
+            np.nan,
+            -(2**31) if row % 2 else 2**31 - 1,
+        )
     return Call(x, ids, weights, mask, random_experts(rng, held, width, inner), first_expert)
 
 
@@ -100,9 +133,13 @@ def matrix() -> dict[str, Call]:
         "tile edges": make_call(2, counted(0, 1, 7, 8, 9, 15, 16, 17), padded=(0, 40, 72), **small),
         "prefill tile edges": make_call(3, counted(63, 64, 65, 0, 1), held=5, width=64, inner=32),
         "all on one expert": make_call(4, np.full((20, 1), 5), padded=(3,), **small),
-        "foreign experts": make_call(5, routes(5, 12, 4, 16), held=4, width=64, inner=96, first_expert=6, padded=(11,)),
+        "foreign experts": make_call(
+            5, routes(5, 12, 4, 16), held=4, width=64, inner=96, first_expert=6, padded=(11,)
+        ),
         "no power of two": make_call(6, routes(6, 9, 3, 5), held=5, width=160, inner=96),
         "wide": make_call(7, routes(7, 4, 2, 3), held=3, width=768, inner=256, padded=(1,)),
         "real width": make_call(9, routes(9, 3, 2, 2), held=2, width=4096, inner=128),
-        "wide, no multiple of the lanes": make_call(8, routes(8, 3, 2, 3), held=3, width=544, inner=64),
+        "wide, no multiple of the lanes": make_call(
+            8, routes(8, 3, 2, 3), held=3, width=544, inner=64
+        ),
     }

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-
 from cases import BACKENDS, make_call, routes, run
+
 from dspark_jax.pallas_kernels import xla
 
 ROWS = 12
@@ -12,7 +12,9 @@ SIZES = {"narrow": dict(held=8, width=128, inner=128), "wide": dict(held=3, widt
 
 def few(call, rows):
     """The same experts, other rows."""
-    return call._replace(x=call.x[rows], ids=call.ids[rows], weights=call.weights[rows], mask=call.mask[rows])
+    return call._replace(
+        x=call.x[rows], ids=call.ids[rows], weights=call.weights[rows], mask=call.mask[rows]
+    )
 
 
 # Only the xla backend has a second way of multiplying for wide experts.
@@ -34,20 +36,30 @@ def test_rows_do_not_depend_on_company(name, size, activation_quant, regime):
     assert np.isfinite(y).all() and np.abs(y).max() > 0
     assert np.array_equal(y, run(name, call, **options)), "a rerun differs"
     turned = np.arange(ROWS)[::-1]
-    assert np.array_equal(y[turned], run(name, few(call, turned), **options)), "a row depends on its place"
+    assert np.array_equal(y[turned], run(name, few(call, turned), **options)), (
+        "a row depends on its place"
+    )
     for rows in ([0], [4, 5, 6, 7, 8, 9]):
-        assert np.array_equal(y[rows], run(name, few(call, np.array(rows)), **options)), f"rows {rows} alone differ"
+        assert np.array_equal(y[rows], run(name, few(call, np.array(rows)), **options)), (
+            f"rows {rows} alone differ"
+        )
     crowded = few(call, np.zeros(ROWS, int))
-    assert np.array_equal(run(name, crowded, **options), np.broadcast_to(y[0], y.shape)), "a row depends on others of its expert"
-    masked = call._replace(mask=np.arange(ROWS) == 5, x=np.where(np.arange(ROWS)[:, None] == 5, call.x, np.nan))
+    assert np.array_equal(run(name, crowded, **options), np.broadcast_to(y[0], y.shape)), (
+        "a row depends on others of its expert"
+    )
+    masked = call._replace(
+        mask=np.arange(ROWS) == 5, x=np.where(np.arange(ROWS)[:, None] == 5, call.x, np.nan)
+    )
     assert np.array_equal(run(name, masked, **options)[5], y[5]), "a row depends on padded ones"
 
 
 @pytest.mark.parametrize("width, inner", [(128, 128), (512, 128), (160, 96), (768, 256)])
 @pytest.mark.parametrize("rows", [2, 40, 200])
 def test_regimes_and_storages_agree_on_cpu(width, inner, rows):
-    """Only the xla backend promises this, and the golden and embedded models rely on it. Packed experts give the bits of
-    dequantised ones if they are narrow; wide ones are added in another order."""
+    """Only the xla backend promises this, and the golden and embedded models rely on it. Packed
+    experts give the bits of dequantised ones if they are narrow; wide ones are added in another
+    order.
+    """
     call = make_call(12, routes(12, rows, 2, 4), held=4, width=width, inner=inner)
     held = "xla" if xla.is_wide(width, inner, packed=False) else "xla-columns"
     y, packed = run(held, call), run("xla-packed", call)

@@ -1,4 +1,6 @@
-"""The kernels at real sizes for hardware that is not here: lowered for CUDA, compiled by Mosaic for three TPU generations."""
+"""The kernels at real sizes for hardware that is not here: lowered for CUDA, compiled by Mosaic for
+three TPU generations.
+"""
 
 import functools
 import importlib.util
@@ -10,10 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
-from dspark_jax.runtime.backend import compiler_options
 from dspark_jax.pallas_kernels import Experts, moe_fp4, pallas_mosaic
+from dspark_jax.runtime.backend import compiler_options
 
 WIDTH, INNER, HELD, ROUTES = 4096, 2048, 64, 6
 # A newer jax asks which GPU it lowers for.
@@ -40,14 +49,26 @@ def real_call(rows, sharding=None):
 
 def op(backend, rows):
     regime = "prefill" if rows > 64 else "decode"
-    return functools.partial(moe_fp4, swiglu_limit=10.0, first_expert=64, activation_quant=True, regime=regime, backend=backend)
+    return functools.partial(
+        moe_fp4,
+        swiglu_limit=10.0,
+        first_expert=64,
+        activation_quant=True,
+        regime=regime,
+        backend=backend,
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 6, 64, 512])
 def test_lowers_for_cuda(rows):
     arguments, experts = real_call(rows)
     with use_abstract_mesh(H200):
-        text = jax.jit(op("pallas_gpu", rows)).trace(*arguments, experts).lower(lowering_platforms=("cuda",)).as_text()
+        text = (
+            jax.jit(op("pallas_gpu", rows))
+            .trace(*arguments, experts)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
     assert len(re.findall(r"custom_call @\S*triton", text)) == 2
 
 
@@ -55,7 +76,11 @@ def test_lowers_for_cuda(rows):
 def test_packed_experts_are_read_in_place_on_cpu(rows):
     """What the program needs beside its arguments is small against the packed table of 64 experts."""
     arguments, experts = real_call(rows)
-    program = jax.jit(op("xla", rows), compiler_options=compiler_options()).lower(*arguments, experts).compile()
+    program = (
+        jax.jit(op("xla", rows), compiler_options=compiler_options())
+        .lower(*arguments, experts)
+        .compile()
+    )
     table = sum(math.prod(a.shape) for a in experts)
     assert table > 850e6 and program.memory_analysis().temp_size_in_bytes < 0.05 * table
 
@@ -80,15 +105,27 @@ def compiled(name, rows):
     mesh = Mesh(np.array(topology(name).devices).reshape(-1), ("model",))
     everywhere = PartitionSpec()
     arguments, experts = real_call(rows, NamedSharding(mesh, everywhere))
-    function = jax.shard_map(op("pallas_tpu", rows), mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    function = jax.shard_map(
+        op("pallas_tpu", rows),
+        mesh=mesh,
+        in_specs=everywhere,
+        out_specs=everywhere,
+        check_vma=False,
+    )
     return jax.jit(function).lower(*arguments, experts).compile()
 
 
 @pytest.mark.parametrize("rows", [1, 6, 64, 512])
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_mosaic_compiles(name, rows, capsys):
-    """Both kernels, within the limit on VMEM that is part of them (`pallas_mosaic.VMEM_LIMIT`). Prints what Mosaic says they use of it."""
-    kernels = [line for line in compiled(name, rows).as_text().splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    """Both kernels, within the limit on VMEM that is part of them (`pallas_mosaic.VMEM_LIMIT`).
+    Prints what Mosaic says they use of it.
+    """
+    kernels = [
+        line
+        for line in compiled(name, rows).as_text().splitlines()
+        if 'custom_call_target="tpu_custom_call"' in line
+    ]
     memory = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"'
     used = [int(re.search(memory, line)[1]) for line in kernels]
     sizes = " and ".join(f"{size / 2**20:.2f}" for size in used)

@@ -1,4 +1,6 @@
-"""The FP4 format: nibble order, values, scales, rounding; device functions against their NumPy twins, those by hand."""
+"""The FP4 format: nibble order, values, scales, rounding; device functions against their NumPy
+twins, those by hand.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dspark_jax.pallas_kernels import fp4, pallas_triton, largest_scale, pallas_mosaic, xla
+from dspark_jax.pallas_kernels import fp4, largest_scale, pallas_mosaic, pallas_triton, xla
 
 
 def test_low_nibble_is_the_first_column():
-    assert fp4.np_dequantise(np.array([[0x21] * 16], np.uint8), np.array([[127]], np.uint8))[0, :2].tolist() == [0.5, 1.0]
-    assert fp4.dequantise(np.array([[0x21] * 16], np.uint8), np.array([[127]], np.uint8))[0, :2].tolist() == [0.5, 1.0]
+    assert fp4.np_dequantise(np.array([[0x21] * 16], np.uint8), np.array([[127]], np.uint8))[
+        0, :2
+    ].tolist() == [0.5, 1.0]
+    assert fp4.dequantise(np.array([[0x21] * 16], np.uint8), np.array([[127]], np.uint8))[
+        0, :2
+    ].tolist() == [0.5, 1.0]
 
 
 def test_codes_are_e2m1():
@@ -31,15 +37,23 @@ COLUMNS = 256
 
 
 def every_product(largest_scale):
-    """One row for every code under every scale: packed [N, 128], scales [N, 8], and its weight, in all columns, float64 [N]."""
+    """One row for every code under every scale: packed [N, 128], scales [N, 8], and its weight, in
+    all columns, float64 [N].
+    """
     scale, code = (a.ravel().astype(np.uint8) for a in np.indices((largest_scale + 1, 16)))
     magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[code & 7] * 2.0 ** (scale - 127.0)
     repeated = lambda byte, count: np.repeat(byte[:, None], count, axis=1)
-    return repeated(17 * code, COLUMNS // 2), repeated(scale, COLUMNS // 32), np.where(code >= 8, -magnitude, magnitude)
+    return (
+        repeated(17 * code, COLUMNS // 2),
+        repeated(scale, COLUMNS // 32),
+        np.where(code >= 8, -magnitude, magnitude),
+    )
 
 
 def assert_representable_ones_are_exact(y, exact):
-    """y float32 [N]: bit for bit where the weight is a normal float32, infinite above, and below at most the smallest of them."""
+    """y float32 [N]: bit for bit where the weight is a normal float32, infinite above, and below at
+    most the smallest of them.
+    """
     with np.errstate(over="ignore"):
         expected = exact.astype(np.float32)
     normal = (exact == 0) | (np.abs(exact) >= 2.0**-126)
@@ -51,7 +65,9 @@ def assert_representable_ones_are_exact(y, exact):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dequantise_is_exact(dtype):
     packed, scales, exact = every_product(254)
-    y = np.asarray(jax.jit(fp4.dequantise, static_argnums=2)(packed, scales, dtype)).astype(np.float32)
+    y = np.asarray(jax.jit(fp4.dequantise, static_argnums=2)(packed, scales, dtype)).astype(
+        np.float32
+    )
     assert (y == y[:, :1]).all()
     assert_representable_ones_are_exact(y[:, 0], exact)
 
@@ -60,7 +76,9 @@ def test_packed_product_on_cpu_is_exact_for_every_scale():
     packed, scales, exact = every_product(254)
     for column in (0, 101):
         x = (np.arange(COLUMNS) == column).astype(np.float32)
-        assert_representable_ones_are_exact(np.asarray(jax.jit(xla._fused_dot_packed)(x, packed, scales)), exact)
+        assert_representable_ones_are_exact(
+            np.asarray(jax.jit(xla._fused_dot_packed)(x, packed, scales)), exact
+        )
 
 
 def test_tpu_product_is_exact_for_every_scale_that_is_not_refused():
@@ -68,9 +86,13 @@ def test_tpu_product_is_exact_for_every_scale_that_is_not_refused():
     for parity in (0, 1):
         x = np.zeros((2, 1, COLUMNS // 2), jnp.bfloat16)
         x[parity, 0, 70] = 1
-        y = np.asarray(jax.jit(pallas_mosaic._products)(x, packed, scales, pallas_mosaic._spread(COLUMNS)))[0]
+        y = np.asarray(
+            jax.jit(pallas_mosaic._products)(x, packed, scales, pallas_mosaic._spread(COLUMNS))
+        )[0]
         # A row holds one weight throughout: where that is infinite, zero times the others is NaN.
-        assert_representable_ones_are_exact(np.where(np.isnan(y), np.copysign(np.inf, exact), y).astype(np.float32), exact)
+        assert_representable_ones_are_exact(
+            np.where(np.isnan(y), np.copysign(np.inf, exact), y).astype(np.float32), exact
+        )
 
 
 def test_gpu_weights_are_exact_for_every_scale_that_is_not_refused():
@@ -83,9 +105,13 @@ def test_gpu_weights_are_exact_for_every_scale_that_is_not_refused():
 
 
 def test_the_smallest_scale_is_not_zero():
-    values = fp4.np_dequantise(np.full((1, 16), 0x77, np.uint8), np.zeros((1, 1), np.uint8), np.float64)
+    values = fp4.np_dequantise(
+        np.full((1, 16), 0x77, np.uint8), np.zeros((1, 1), np.uint8), np.float64
+    )
     assert values[0, 0] == 6 * 2.0**-127
-    assert fp4.dequantise(np.full((1, 16), 0x77, np.uint8), np.zeros((1, 1), np.uint8))[0, 0] == np.float32(6 * 2.0**-127)
+    assert fp4.dequantise(np.full((1, 16), 0x77, np.uint8), np.zeros((1, 1), np.uint8))[
+        0, 0
+    ] == np.float32(6 * 2.0**-127)
 
 
 def test_nan_scale_is_refused_by_name():
@@ -105,12 +131,24 @@ def test_quantise_rounds_ties_to_the_even_code(quantise):
     row[0, : len(ties)], row[0, -1] = ties, 6.0
     packed, scales = (np.asarray(a) for a in quantise(row))
     assert scales.tolist() == [[127]]
-    assert fp4.np_dequantise(packed, scales)[0, : len(ties)].tolist() == [0, 1, 1, 2, 2, 4, 4, -1, -2]
+    assert fp4.np_dequantise(packed, scales)[0, : len(ties)].tolist() == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        4,
+        4,
+        -1,
+        -2,
+    ]
 
 
 def test_quantise_equals_its_twin_and_is_idempotent():
     rng = np.random.default_rng(1)
-    weights = (rng.standard_normal((4, 8, 96)) * 2.0 ** rng.integers(-20, 20, (4, 8, 1))).astype(np.float32)
+    weights = (rng.standard_normal((4, 8, 96)) * 2.0 ** rng.integers(-20, 20, (4, 8, 1))).astype(
+        np.float32
+    )
     weights[0, 0] = 0
     packed, scales = (np.asarray(a) for a in jax.jit(fp4.quantise)(weights))
     twin = fp4.np_quantise(weights)

@@ -1,11 +1,13 @@
-"""Every backend against float64 over one matrix of calls: tile edges, idle and crowded experts, odd sizes, NaN padding."""
+"""Every backend against float64 over one matrix of calls: tile edges, idle and crowded experts, odd
+sizes, NaN padding.
+"""
 
 import functools
 
 import numpy as np
 import pytest
-
 from cases import BACKENDS, LIMIT, matrix, run
+
 from dspark_jax.pallas_kernels import oracle
 
 CALLS = matrix()
@@ -15,16 +17,24 @@ CALLS = matrix()
 def lines(case, activation_quant):
     """float64 with the accelerators' roundings to bfloat16, and without."""
     call = CALLS[case]
-    options = dict(swiglu_limit=LIMIT, first_expert=call.first_expert, activation_quant=activation_quant)
+    options = dict(
+        swiglu_limit=LIMIT, first_expert=call.first_expert, activation_quant=activation_quant
+    )
     return tuple(oracle.line(*call[:5], round_bf16=rounds, **options) for rounds in (True, False))
 
 
 @pytest.mark.parametrize(
     "case, activation_quant",
-    [*((case, False) for case in CALLS), ("tile edges", True), ("foreign experts", True), ("real width", True)],
+    [
+        *((case, False) for case in CALLS),
+        ("tile edges", True),
+        ("foreign experts", True),
+        ("real width", True),
+    ],
 )
 @pytest.mark.parametrize(
-    "name, regime", [(n, r) for n in BACKENDS for r in ("decode", "prefill") if (n, r) != ("reference", "prefill")]
+    "name, regime",
+    [(n, r) for n in BACKENDS for r in ("decode", "prefill") if (n, r) != ("reference", "prefill")],
 )
 def test_against_float64(name, regime, case, activation_quant):
     call = CALLS[case]
@@ -36,7 +46,9 @@ def test_against_float64(name, regime, case, activation_quant):
     if BACKENDS[name][2]:
         error = oracle.error(y, exact, call.mask)
         assert error < 5e-3
-    assert rounded.slack[call.mask].min() < 1e-6 or case == "wide", "no row is held to the strict bound"
+    assert rounded.slack[call.mask].min() < 1e-6 or case == "wide", (
+        "no row is held to the strict bound"
+    )
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -60,8 +72,14 @@ def test_the_line_itself():
         scale = lambda s: np.repeat(2.0 ** (s[expert].astype(np.float64) - 127), 32, axis=1)
         values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
         nibbles = lambda w: np.stack([w[expert] & 15, w[expert] >> 4], -1).reshape(w.shape[1], -1)
-        matrix_of = lambda w, s: np.where(nibbles(w) >= 8, -1, 1) * values[nibbles(w) & 7] * scale(s)
-        gate, up = np.split(matrix_of(call.experts.w13, call.experts.s13) @ call.x[0].astype(np.float64), 2)
+        matrix_of = lambda w, s: (
+            np.where(nibbles(w) >= 8, -1, 1) * values[nibbles(w) & 7] * scale(s)
+        )
+        gate, up = np.split(
+            matrix_of(call.experts.w13, call.experts.s13) @ call.x[0].astype(np.float64), 2
+        )
         gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
-        out += matrix_of(call.experts.w2, call.experts.s2) @ (weight * gate / (1 + np.exp(-gate)) * up)
+        out += matrix_of(call.experts.w2, call.experts.s2) @ (
+            weight * gate / (1 + np.exp(-gate)) * up
+        )
     np.testing.assert_allclose(lines("one row", False)[1].out[0], out, rtol=1e-12)

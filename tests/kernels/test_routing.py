@@ -1,19 +1,24 @@
-"""The schedule of tiles against a plain loop, by both ways of ranking pairs; gradients of the op; refusals."""
+"""The schedule of tiles against a plain loop, by both ways of ranking pairs; gradients of the op;
+refusals.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from cases import BACKENDS, LIMIT, dequantised, make_call, routes, run
-from dspark_jax.runtime.backend import compiler_options
+
 from dspark_jax.pallas_kernels import Experts, moe_fp4, routing
+from dspark_jax.runtime.backend import compiler_options
 
 
 def plain_schedule(ids, mask, first_expert, experts, tile):
     """(expert, pairs) of every tile, by a loop over experts and pairs in order."""
     pairs = [
-        (e, p) for e in range(experts) for p in range(ids.size) if mask[p // ids.shape[1]] and ids.flat[p] - first_expert == e
+        (e, p)
+        for e in range(experts)
+        for p in range(ids.size)
+        if mask[p // ids.shape[1]] and ids.flat[p] - first_expert == e
     ]
     tiles = []
     for expert in range(experts):
@@ -24,16 +29,25 @@ def plain_schedule(ids, mask, first_expert, experts, tile):
 
 @pytest.mark.parametrize("largest_comparison", [0, 10**6])
 @pytest.mark.parametrize(
-    "rows, active, experts, held, first", [(1, 1, 4, 4, 0), (6, 2, 8, 8, 0), (40, 3, 16, 4, 6), (30, 1, 1, 1, 0)]
+    "rows, active, experts, held, first",
+    [(1, 1, 4, 4, 0), (6, 2, 8, 8, 0), (40, 3, 16, 4, 6), (30, 1, 1, 1, 0)],
 )
 @pytest.mark.parametrize("tile", [1, 8])
 def test_schedule(monkeypatch, largest_comparison, rows, active, experts, held, first, tile):
     monkeypatch.setattr(routing, "LARGEST_COMPARISON", largest_comparison)
     ids = routes(0, rows, active, experts)
     mask = np.random.default_rng(1).random(rows) < 0.8
-    plan = jax.tree.map(np.asarray, jax.jit(lambda i, m: routing.schedule(i, m, routing.Held(first, held, 2), tile))(ids, mask))
+    plan = jax.tree.map(
+        np.asarray,
+        jax.jit(lambda i, m: routing.schedule(i, m, routing.Held(first, held, 2), tile))(ids, mask),
+    )
     expected = plain_schedule(ids, mask, first, held, tile)
-    assert plan.n_tiles == len(expected) <= routing.max_tiles(ids.size, held, tile) == len(plan.tile_expert)
+    assert (
+        plan.n_tiles
+        == len(expected)
+        <= routing.max_tiles(ids.size, held, tile)
+        == len(plan.tile_expert)
+    )
     for number, (expert, pairs) in enumerate(expected):
         assert plan.tile_expert[number] == 2 + expert  # two other experts come first in the tables
         assert plan.pair_of_slot[number][plan.slot_used[number]].tolist() == pairs
@@ -49,7 +63,9 @@ def test_the_bound_on_tiles_is_reached():
 
 def test_gradients_equal_those_of_the_reference():
     """In x, route weights and experts, with padded rows of NaN, whose own gradient is zero."""
-    call = make_call(3, routes(3, 20, 2, 6), held=4, width=64, inner=32, first_expert=1, padded=(4, 19))
+    call = make_call(
+        3, routes(3, 20, 2, 6), held=4, width=64, inner=32, first_expert=1, padded=(4, 19)
+    )
     experts = dequantised(call.experts)
 
     def loss(backend, regime):
@@ -70,12 +86,18 @@ def test_gradients_equal_those_of_the_reference():
 
         return jax.jit(jax.grad(value, argnums=(0, 1, 2, 3)))
 
-    clean = np.where(call.mask[:, None], call.weights, 0)  # the reference multiplies them by a zero cotangent
-    expected = loss("reference", "decode")(np.where(call.mask[:, None], call.x, 0), clean, experts.w13, experts.w2)
+    clean = np.where(
+        call.mask[:, None], call.weights, 0
+    )  # the reference multiplies them by a zero cotangent
+    expected = loss("reference", "decode")(
+        np.where(call.mask[:, None], call.x, 0), clean, experts.w13, experts.w2
+    )
     found = loss("xla", "prefill")(call.x, call.weights, experts.w13, experts.w2)
     for a, b in zip(found, expected):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) > 0
-    assert np.all(np.asarray(found[0])[~call.mask] == 0) and np.all(np.asarray(found[1])[~call.mask] == 0)
+    assert np.all(np.asarray(found[0])[~call.mask] == 0) and np.all(
+        np.asarray(found[1])[~call.mask] == 0
+    )
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -90,7 +112,13 @@ def test_a_table_may_hold_more(name):
         experts = held(experts)
     function = jax.jit(
         lambda offset, *call, experts: moe_fp4(
-            *call, experts, swiglu_limit=LIMIT, first_expert=1, held=4, offset=offset, backend=BACKENDS[name][0]
+            *call,
+            experts,
+            swiglu_limit=LIMIT,
+            first_expert=1,
+            held=4,
+            offset=offset,
+            backend=BACKENDS[name][0],
         ),
         compiler_options=compiler_options(),
     )

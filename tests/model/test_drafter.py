@@ -1,4 +1,6 @@
-"""The drafter: head parity with planted mistakes, what a draft depends on, every loaded tensor used (float mode)."""
+"""The drafter: head parity with planted mistakes, what a draft depends on, every loaded tensor used
+(float mode).
+"""
 
 import dataclasses
 import re
@@ -11,16 +13,24 @@ from flax import nnx
 
 import dspark_jax as dspark
 from dspark_jax.checkpoints.official import OfficialCheckpoint
-from dspark_jax.model import drafter as drafter_module
 from dspark_jax.config import ModelConfig, v4_flash_0731
+from dspark_jax.loading.load import DSpark
+from dspark_jax.model import drafter as drafter_module
 from dspark_jax.model.drafter import Drafter
 from dspark_jax.model.layers.attention import absorb, finish, start
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.layers.rope import rotation
-from dspark_jax.loading.load import DSpark
 from dspark_jax.model.parameters import RandomSource, ShapeSource
 from dspark_jax.model.segments import LayerKind
-from helpers.golden_parts import draft_case, draft_from_hidden, draft_parts, run, run_changed, with_values
+
+from helpers.golden_parts import (
+    draft_case,
+    draft_from_hidden,
+    draft_parts,
+    run,
+    run_changed,
+    with_values,
+)
 from helpers.support import GOLDENS, MAX_SEQ_LEN, max_error
 
 LOGITS, VALUES = 1e-4, 2e-5  # absolute, as in test_goldens_float.py
@@ -30,27 +40,46 @@ K, NOISE = CONFIG.dspark_block_size, CONFIG.dspark_noise_token_id
 
 
 def draft_of(model, expected, runner=run, change=None, **inputs):
-    """Golden draft case 1 (seed at 31, anchor at 32) from its captured hidden: a NumPy Draft without batch axis, and routing."""
+    """Golden draft case 1 (seed at 31, anchor at 32) from its captured hidden: a NumPy Draft
+    without batch axis, and routing.
+    """
     case = draft_case(expected, 1)
-    given = dict(hidden=case.hidden[None], positions=case.positions[None].astype(np.int32), token=case.token) | inputs
-    draft, chosen = runner(draft_from_hidden, model.config, with_values(model.module, change or {}), *given.values())
+    given = (
+        dict(
+            hidden=case.hidden[None],
+            positions=case.positions[None].astype(np.int32),
+            token=case.token,
+        )
+        | inputs
+    )
+    draft, chosen = runner(
+        draft_from_hidden, model.config, with_values(model.module, change or {}), *given.values()
+    )
     return jax.tree.map(lambda a: a[0], draft), chosen[:, 0]
 
 
 # Head parity
 
+
 @pytest.fixture(scope="module")
 def heads(golden_float):
     """Weights of the heads, float64."""
     drafter = golden_float.module.drafter
-    return {name: np.asarray(getattr(drafter, name)[...], np.float64) for name in ("markov_w1", "markov_w2", "confidence")}
+    return {
+        name: np.asarray(getattr(drafter, name)[...], np.float64)
+        for name in ("markov_w1", "markov_w2", "confidence")
+    }
 
 
 @pytest.mark.parametrize("case", [0, 1, 2])
 def test_markov_head(expected_float, heads, case):
-    """Row i gets the bias of its predecessor's token, the anchor before row 0; computed by hand from the golden base logits."""
+    """Row i gets the bias of its predecessor's token, the anchor before row 0; computed by hand
+    from the golden base logits.
+    """
     name = f"d{case}."
-    base, logits, ids = (expected_float[name + part] for part in ("base_logits", "logits", "draft_ids"))
+    base, logits, ids = (
+        expected_float[name + part] for part in ("base_logits", "logits", "draft_ids")
+    )
     anchor = expected_float[name + "committed"]
 
     def with_bias_of(tokens):
@@ -58,8 +87,12 @@ def test_markov_head(expected_float, heads, case):
 
     assert max_error(with_bias_of(np.append(anchor, ids[:-1])), logits) < LOGITS
     assert np.array_equal(logits.argmax(-1), ids)
-    mistakes = {"no Markov bias": base, "biases from the input token": with_bias_of(np.append(anchor, [NOISE] * (K - 1))),
-                "biases from the row's own token": with_bias_of(ids), "all from the anchor": with_bias_of(np.repeat(anchor, K))}
+    mistakes = {
+        "no Markov bias": base,
+        "biases from the input token": with_bias_of(np.append(anchor, [NOISE] * (K - 1))),
+        "biases from the row's own token": with_bias_of(ids),
+        "all from the anchor": with_bias_of(np.repeat(anchor, K)),
+    }
     for mistake, values in mistakes.items():
         assert max_error(values, logits) > NOTICED * LOGITS, mistake
 
@@ -68,7 +101,9 @@ def test_markov_head(expected_float, heads, case):
 def test_confidence_head(expected_float, heads, case):
     """From the head's input before its norm and the predecessor's embedding; raw."""
     name = f"d{case}."
-    y, ids, expected = (expected_float[name + part] for part in ("head_hidden", "draft_ids", "confidence"))
+    y, ids, expected = (
+        expected_float[name + part] for part in ("head_hidden", "draft_ids", "confidence")
+    )
     previous = np.append(expected_float[name + "committed"], ids[:-1])
 
     def confidence(y, tokens):
@@ -76,26 +111,39 @@ def test_confidence_head(expected_float, heads, case):
 
     assert max_error(confidence(y, previous), expected) < VALUES
     normed = y / np.sqrt(np.mean(y.astype(np.float64) ** 2, axis=-1, keepdims=True))
-    mistakes = {"after the norm": confidence(normed, previous), "own token": confidence(y, ids),
-                "sigmoid": 1 / (1 + np.exp(-confidence(y, previous)))}
+    mistakes = {
+        "after the norm": confidence(normed, previous),
+        "own token": confidence(y, ids),
+        "sigmoid": 1 / (1 + np.exp(-confidence(y, previous))),
+    }
     for mistake, values in mistakes.items():
         assert max_error(values, expected) > NOTICED * VALUES, mistake
 
 
 def test_confidences_are_summed_in_float32():
-    """In a bfloat16 model, too: products of bfloat16 numbers, exact in float32, against their sum in float64."""
+    """In a bfloat16 model, too: products of bfloat16 numbers, exact in float32, against their sum
+    in float64.
+    """
     drafter = dspark.load(GOLDENS, max_seq_len=MAX_SEQ_LEN, dtype="bfloat16").module.drafter
     rng = np.random.default_rng(0)
-    y, previous = jnp.asarray(rng.normal(0, 3, (2, K, CONFIG.hidden_size)), jnp.bfloat16), rng.integers(0, 256, (2, K))
+    y, previous = (
+        jnp.asarray(rng.normal(0, 3, (2, K, CONFIG.hidden_size)), jnp.bfloat16),
+        rng.integers(0, 256, (2, K)),
+    )
     actual = drafter.confidences(y, jnp.asarray(previous))
-    w1, weight = (np.asarray(parameter[...]).astype(np.float64) for parameter in (drafter.markov_w1, drafter.confidence))
+    w1, weight = (
+        np.asarray(parameter[...]).astype(np.float64)
+        for parameter in (drafter.markov_w1, drafter.confidence)
+    )
     products = np.concatenate([np.asarray(y, np.float64), w1[previous]], axis=-1) * weight[0]
     assert actual.dtype == jnp.float32
     assert np.all(np.abs(actual - products.sum(-1)) < 1e-6 * np.abs(products).sum(-1))
 
 
 def test_the_confidence_of_a_draft_that_is_not_finite_is_nan(golden_float, expected_float):
-    """Also where the damage lies behind the confidence head's input: in the norm of the logits, or in the Markov head of one token."""
+    """Also where the damage lies behind the confidence head's input: in the norm of the logits, or
+    in the Markov head of one token.
+    """
     base, _ = draft_of(golden_float, expected_float)
     assert np.isfinite(base.confidence).all()
 
@@ -105,7 +153,11 @@ def test_the_confidence_of_a_draft_that_is_not_finite_is_nan(golden_float, expec
 
     draft, _ = draft_of(golden_float, expected_float, change={"drafter.markov_w1": damaged})
     assert np.isnan(draft.confidence).tolist() == [False, False, False, True, False]
-    draft, _ = draft_of(golden_float, expected_float, change={"drafter.norm.weight": lambda a: np.full_like(a, np.nan)})
+    draft, _ = draft_of(
+        golden_float,
+        expected_float,
+        change={"drafter.norm.weight": lambda a: np.full_like(a, np.nan)},
+    )
     assert np.isnan(draft.confidence).all()
 
 
@@ -116,18 +168,29 @@ def mean_of_streams(a):
 def test_draft_heads_notice_mistakes(golden_float, expected_float):
     draft, _ = draft_of(golden_float, expected_float)
     golden = expected_float["d1.logits"]
-    assert max_error(draft.logits, golden) < LOGITS and max_error(draft.confidence, expected_float["d1.confidence"]) < VALUES
+    assert (
+        max_error(draft.logits, golden) < LOGITS
+        and max_error(draft.confidence, expected_float["d1.confidence"]) < VALUES
+    )
     embedding = np.array(golden_float.module.main.embed[...])
     mistakes = {
-        "mean instead of the head's gate": {"drafter.collapse.fn": np.zeros_like, "drafter.collapse.base": mean_of_streams},
+        "mean instead of the head's gate": {
+            "drafter.collapse.fn": np.zeros_like,
+            "drafter.collapse.base": mean_of_streams,
+        },
         "no Markov bias": {"drafter.markov_w2": np.zeros_like},
         "no norm weight": {"drafter.norm.weight": np.ones_like},
         "embedding as head": {"main.head": lambda a: embedding},
-        "one swapped expert": {"drafter.stages.0.ffn.experts.w13": lambda a: a[:, [1, 0, *range(2, 8)]]},
+        "one swapped expert": {
+            "drafter.stages.0.ffn.experts.w13": lambda a: a[:, [1, 0, *range(2, 8)]]
+        },
         "stages in another order": {"drafter.stages.0.attn.wkv": lambda a: a[::-1]},
     }
     for mistake, change in mistakes.items():
-        assert max_error(draft_of(golden_float, expected_float, change=change)[0].logits, golden) > NOTICED * LOGITS, mistake
+        assert (
+            max_error(draft_of(golden_float, expected_float, change=change)[0].logits, golden)
+            > NOTICED * LOGITS
+        ), mistake
 
 
 def golden_rings(expected):
@@ -135,7 +198,11 @@ def golden_rings(expected):
 
 
 def compressed_table(monkeypatch):
-    monkeypatch.setattr(drafter_module, "rotation", lambda config, compressed, positions: rotation(config, True, positions))
+    monkeypatch.setattr(
+        drafter_module,
+        "rotation",
+        lambda config, compressed, positions: rotation(config, True, positions),
+    )
 
 
 def causal_block(monkeypatch):
@@ -145,6 +212,7 @@ def causal_block(monkeypatch):
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((K, K), bool)), (x.shape[0], K, K))
         running = absorb(running, q, attn.keys(x, turn), causal)
         return attn.output(finish(running, self.numerics.dtype), turn), None
+
     monkeypatch.setattr(Drafter, "_attend", attend)
 
 
@@ -155,23 +223,36 @@ def draft_from_rings(runner, model, rings, position, token):
 @pytest.mark.parametrize("mistake", [compressed_table, causal_block])
 def test_stages_notice(golden_float, expected_float, monkeypatch, mistake):
     case, rings = draft_case(expected_float, 1), golden_rings(expected_float)
-    assert max_error(draft_from_rings(run, golden_float, rings, case.position, case.token), expected_float["d1.logits"]) < LOGITS
+    assert (
+        max_error(
+            draft_from_rings(run, golden_float, rings, case.position, case.token),
+            expected_float["d1.logits"],
+        )
+        < LOGITS
+    )
     mistake(monkeypatch)
     wrong = draft_from_rings(run_changed, golden_float, rings, case.position, case.token)
     assert max_error(wrong, expected_float["d1.logits"]) > NOTICED * LOGITS
 
 
 def test_anchor_stands_one_after_the_seed(golden_float, expected_float):
-    """The block turned one position early or late over the same keys, or the seed's key missing, is noticed."""
+    """The block turned one position early or late over the same keys, or the seed's key missing, is
+    noticed.
+    """
     case, rings = draft_case(expected_float, 1), golden_rings(expected_float)
     without = rings.copy()
     without[:, :, case.start % 16] = without[:, :, (case.start - 15) % 16]
-    for wrong_rings, position in ((rings, case.position - 1), (rings, case.position + 1), (without, case.position)):
+    for wrong_rings, position in (
+        (rings, case.position - 1),
+        (rings, case.position + 1),
+        (without, case.position),
+    ):
         wrong = draft_from_rings(run, golden_float, wrong_rings, position, case.token)
         assert max_error(wrong, expected_float["d1.logits"]) > NOTICED * LOGITS
 
 
 # What a draft depends on
+
 
 def test_draft_sensitivity(golden_float, expected_float):
     """Anchor, position, every slot of every ring, and every captured hidden change the draft."""
@@ -197,7 +278,9 @@ def test_draft_sensitivity(golden_float, expected_float):
 
 
 def test_only_relative_positions_matter(golden_float, expected_float):
-    """All positions moved alike, far beyond where they were: rotary scores depend on differences only."""
+    """All positions moved alike, far beyond where they were: rotary scores depend on differences
+    only.
+    """
     positions = draft_case(expected_float, 1).positions[None].astype(np.int32)
     base, _ = draft_of(golden_float, expected_float)
     moved, _ = draft_of(golden_float, expected_float, positions=positions + 16 * 4000)
@@ -211,23 +294,39 @@ def test_only_the_window_up_to_the_seed_is_seen(golden_float, played_float, expe
     seen = (seed - np.arange(16)) % size
     stages = np.full(cache.stages.shape, 1e3, np.float32)
     stages[:, :, seen] = np.asarray(cache.stages)[:, :, seen]
-    right, junk = (dspark.draft(golden_float, c, token) for c in (cache, cache.replace(stages=jnp.asarray(stages))))
-    assert np.array_equal(right.logits, junk.logits) and np.array_equal(right.confidence, junk.confidence)
+    right, junk = (
+        dspark.draft(golden_float, c, token)
+        for c in (cache, cache.replace(stages=jnp.asarray(stages)))
+    )
+    assert np.array_equal(right.logits, junk.logits) and np.array_equal(
+        right.confidence, junk.confidence
+    )
     stages[:, :, (seed - 15) % size] = 0
-    assert max_error(dspark.draft(golden_float, cache.replace(stages=jnp.asarray(stages)), token).logits, right.logits) > 1e-3
+    assert (
+        max_error(
+            dspark.draft(golden_float, cache.replace(stages=jnp.asarray(stages)), token).logits,
+            right.logits,
+        )
+        > 1e-3
+    )
 
 
 def test_draft_after_many_steps_equals_a_cold_one(golden_float, played_float, expected_float):
-    """Every committed position primed the rings: after four windows of decoding, as after a prefill of the same tokens."""
+    """Every committed position primed the rings: after four windows of decoding, as after a prefill
+    of the same tokens.
+    """
     tokens = np.concatenate([expected_float["p2.ids"], expected_float["p2.decode_ids"]])
     _, _, cold = dspark.prefill(golden_float, tokens.tolist())
     warm = played_float[2].caches[24]
     assert int(cold.position[0]) == int(warm.position[0]) == 65
-    a, b = (dspark.draft(golden_float, cache, expected_float["d2.committed"]) for cache in (cold, warm))
+    a, b = (
+        dspark.draft(golden_float, cache, expected_float["d2.committed"]) for cache in (cold, warm)
+    )
     assert np.array_equal(a.tokens, b.tokens) and max_error(a.logits, b.logits) < VALUES
 
 
 # Arguments
+
 
 def test_fewer_drafts_are_the_leading_ones(golden_float, played_float, expected_float):
     cache, token = played_float[1].caches[9], expected_float["d1.committed"]
@@ -239,8 +338,14 @@ def test_fewer_drafts_are_the_leading_ones(golden_float, played_float, expected_
             assert np.array_equal(getattr(fewer, name), getattr(whole, name)[:, :count])
 
 
-@pytest.mark.parametrize("count, problem", [*((n, f"{n} drafts asked for, dspark_block_size is {K}") for n in (K + 1, 0, -1)),
-                                            (2.5, "2.5 is not an integer"), (jnp.float32(2), "is not an integer")])
+@pytest.mark.parametrize(
+    "count, problem",
+    [
+        *((n, f"{n} drafts asked for, dspark_block_size is {K}") for n in (K + 1, 0, -1)),
+        (2.5, "2.5 is not an integer"),
+        (jnp.float32(2), "is not an integer"),
+    ],
+)
 def test_more_drafts_than_the_block_are_refused(golden_float, played_float, count, problem):
     with pytest.raises(dspark.ConfigError, match=f"count: .*{re.escape(problem)}"):
         dspark.draft(golden_float, played_float[1].caches[0], [1], count=count)
@@ -259,6 +364,7 @@ def test_anchor_outside_the_vocabulary_is_refused(golden_float, played_float, to
 
 # Every tensor is read once and used
 
+
 class CountingSource(ShapeSource):
     def __init__(self):
         super().__init__()
@@ -275,22 +381,36 @@ def test_every_tensor_is_consumed_once(config):
     DSpark(config, Numerics(), source)
     assert len(source.names) == len(set(source.names))
     if config == CONFIG:
-        stored = {name.removesuffix(".scale").removesuffix(".weight") for name in OfficialCheckpoint.open(GOLDENS).names()}
+        stored = {
+            name.removesuffix(".scale").removesuffix(".weight")
+            for name in OfficialCheckpoint.open(GOLDENS).names()
+        }
         assert {name.removesuffix(".weight") for name in source.names} == stored
     else:
-        stored = [stage for stage in range(3) for spec in source.specs.values() if spec.name.startswith(f"mtp.{stage}.")
-                  for _ in spec.stored()]
+        stored = [
+            stage
+            for stage in range(3)
+            for spec in source.specs.values()
+            if spec.name.startswith(f"mtp.{stage}.")
+            for _ in spec.stored()
+        ]
         assert [stored.count(stage) for stage in range(3)] == [1568, 1565, 1572]
 
 
 def pieces_of(drafter):
-    """(official name, path of the parameter below the drafter, index of the piece) of every tensor `mtp.*`."""
+    """(official name, path of the parameter below the drafter, index of the piece) of every tensor
+    `mtp.*`.
+    """
     for path, variable in nnx.to_flat_state(nnx.split(drafter)[1]):
         declared = variable.get_metadata()["declared"]
         stages = CONFIG.n_draft_stages if declared.stacked else 1
         for stage in range(stages):
             for spec, place in declared.pieces(f"mtp.{stage}." if declared.stacked else "mtp.*."):
-                yield spec.name, ".".join(map(str, path)), ((stage,) if declared.stacked else ()) + (place or (...,))
+                yield (
+                    spec.name,
+                    ".".join(map(str, path)),
+                    ((stage,) if declared.stacked else ()) + (place or (...,)),
+                )
 
 
 def test_every_draft_tensor_changes_the_draft(golden_float, expected_float):
@@ -298,6 +418,7 @@ def test_every_draft_tensor_changes_the_draft(golden_float, expected_float):
     base, chosen = draft_of(golden_float, expected_float)
     rng, unused, untouched_experts = np.random.default_rng(0), [], 0
     for name, path, place in pieces_of(golden_float.module.drafter):
+
         def perturb(a, place=place):
             a[place] += rng.standard_normal(a[place].shape) * (np.abs(a).max() + 0.5)
             return a
@@ -316,8 +437,11 @@ def test_every_draft_tensor_changes_the_draft(golden_float, expected_float):
 
 # Stages share nothing with main layers
 
+
 def test_stages_are_window_layers_with_score_routing_whatever_the_main_layers_are():
-    config = dataclasses.replace(CONFIG, compress_ratios=(4, 8, 4, 8, 4, 8, 4, 0, 0, 0), num_hash_layers=7)
+    config = dataclasses.replace(
+        CONFIG, compress_ratios=(4, 8, 4, 8, 4, 8, 4, 0, 0, 0), num_hash_layers=7
+    )
     module = DSpark(config, Numerics(), ShapeSource())
     assert [block.kind for block in module.drafter.stages] == [LayerKind(ratio=0, hashed=False)]
     names = [spec.name for spec in _specs(config).values() if spec.name.startswith("mtp.")]
@@ -335,11 +459,25 @@ def test_drafts_do_not_depend_on_the_kinds_of_main_layers(expected_float):
     """No main layer with ratio 0, all hash-routed: the same draft tensors give the same bits."""
     case, drafts = draft_case(expected_float, 1), []
     for ratios, hashed in (((0,), 0), ((4,), 1)):
-        config = dataclasses.replace(CONFIG, num_hidden_layers=1, num_hash_layers=hashed, dspark_target_layer_ids=(0,),
-                                     compress_ratios=(*ratios, 0))
+        config = dataclasses.replace(
+            CONFIG,
+            num_hidden_layers=1,
+            num_hash_layers=hashed,
+            dspark_target_layer_ids=(0,),
+            compress_ratios=(*ratios, 0),
+        )
         module = DSpark(config, Numerics(activation_quant=False), NamedSource())
-        hidden = case.hidden[None, :, :CONFIG.hidden_size]
-        drafts.append(run(draft_from_hidden, config, module, hidden, case.positions[None].astype(np.int32), case.token)[0])
+        hidden = case.hidden[None, :, : CONFIG.hidden_size]
+        drafts.append(
+            run(
+                draft_from_hidden,
+                config,
+                module,
+                hidden,
+                case.positions[None].astype(np.int32),
+                case.token,
+            )[0]
+        )
     assert np.array_equal(drafts[0].logits, drafts[1].logits)
     assert np.ptp(drafts[0].logits) > 1
 

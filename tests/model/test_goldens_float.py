@@ -1,4 +1,5 @@
-"""The golden model without activation quantisation, end to end: every tensor of goldens/expected_float.safetensors.
+"""The golden model without activation quantisation, end to end: every tensor of
+goldens/expected_float.safetensors.
 
 Where a check must notice a mistake, the mistake is made and the same comparison is seen to fail.
 """
@@ -7,8 +8,22 @@ import numpy as np
 import pytest
 
 import dspark_jax as dspark
-from helpers.golden_parts import (VERIFY, draft_case, draft_parts, embed, feed, layer_block, main_head, pad_rows, rings_of, run,
-                          speculate, stage_keys, whole_layer)
+
+from helpers.golden_parts import (
+    VERIFY,
+    draft_case,
+    draft_parts,
+    embed,
+    feed,
+    layer_block,
+    main_head,
+    pad_rows,
+    rings_of,
+    run,
+    speculate,
+    stage_keys,
+    whole_layer,
+)
 from helpers.support import max_error, same_sets
 
 LOGITS = 1e-4  # absolute, of values with rms 4
@@ -19,7 +34,9 @@ KEPT = ("out", "attn_in", "attn_out", "moe_in", "moe_out", "chosen", "weights")
 
 @pytest.fixture(scope="module")
 def unrolled(golden_float, expected_float):
-    """unrolled[prompt][layer]: what each layer computes, layer after layer by hand, NumPy without padding; [7]: the logits."""
+    """unrolled[prompt][layer]: what each layer computes, layer after layer by hand, NumPy without
+    padding; [7]: the logits.
+    """
     return [unroll(golden_float, expected_float[f"p{p}.ids"]) for p in PROMPTS]
 
 
@@ -27,16 +44,27 @@ def unroll(model, ids):
     config, count, outs = model.config, len(ids), []
     streams = run(embed, config, model.module.main, pad_rows(ids))
     for layer in LAYERS:
-        out = run(whole_layer, config, layer_block(model, layer), streams, pad_rows(ids), np.array([count], np.int32))
+        out = run(
+            whole_layer,
+            config,
+            layer_block(model, layer),
+            streams,
+            pad_rows(ids),
+            np.array([count], np.int32),
+        )
         streams = out["out"]
         index = out.pop("index")
         outs.append({name: out[name][0, :count] for name in KEPT})
         if index is not None:
-            outs[-1]["scores"], outs[-1]["picks"] = index[0][0, :count], np.where(index[2], index[1], -1)[0, :count]
+            outs[-1]["scores"], outs[-1]["picks"] = (
+                index[0][0, :count],
+                np.where(index[2], index[1], -1)[0, :count],
+            )
     return [*outs, run(main_head, config, model.module.main, streams)[0, :count]]
 
 
 # Main model, end to end
+
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_prefill(played_float, expected_float, prompt):
@@ -50,10 +78,12 @@ def test_prefill(played_float, expected_float, prompt):
 def test_decode(played_float, expected_float, prompt):
     played, logits = played_float[prompt], expected_float[f"p{prompt}.decode_logits"]
     assert max_error(played.decode_logits, logits) < LOGITS
-    assert np.array_equal(played.decode_logits.argmax(-1)[:-1], expected_float[f"p{prompt}.decode_ids"][1:])
+    assert np.array_equal(
+        played.decode_logits.argmax(-1)[:-1], expected_float[f"p{prompt}.decode_ids"][1:]
+    )
     if prompt:
         hidden = expected_float[f"p{prompt}.decode_hidden"]
-        assert max_error(played.decode_hidden[:len(hidden)], hidden) < VALUES
+        assert max_error(played.decode_hidden[: len(hidden)], hidden) < VALUES
 
 
 def test_decode_one_row_at_a_time(golden_float, played_float, expected_float):
@@ -71,30 +101,40 @@ def test_compressed_entries_after_prefill_and_decode(played_float, expected_floa
     for layer, memory in of_layer.items():
         expected = expected_float[f"p2.comp_kv.{layer}"]
         entries = np.asarray(memory.entries[0, 0])
-        assert max_error(entries[:len(expected)], expected) < VALUES
-        assert not entries[len(expected):].any()  # an entry exists only when its last token has come
+        assert max_error(entries[: len(expected)], expected) < VALUES
+        assert not entries[
+            len(expected) :
+        ].any()  # an entry exists only when its last token has come
     keys = expected_float["p2.index_kv.2"]
-    assert max_error(of_layer[2].index_entries[0, 0, :len(keys)], keys) < VALUES
+    assert max_error(of_layer[2].index_entries[0, 0, : len(keys)], keys) < VALUES
 
 
 # Main model, layer by layer
 
+
 def test_block_outputs(unrolled, expected_float):
     for layer in LAYERS:
-        assert max_error(unrolled[0][layer]["out"], expected_float[f"p0.block_out.{layer}"]) < VALUES, layer
+        assert (
+            max_error(unrolled[0][layer]["out"], expected_float[f"p0.block_out.{layer}"]) < VALUES
+        ), layer
 
 
 def test_routing_of_every_layer(unrolled, expected_float):
     for prompt in PROMPTS:
         for layer in LAYERS:
-            assert same_sets(unrolled[prompt][layer]["chosen"], expected_float[f"p{prompt}.moe_idx.{layer}"]), (prompt, layer)
+            assert same_sets(
+                unrolled[prompt][layer]["chosen"], expected_float[f"p{prompt}.moe_idx.{layer}"]
+            ), (prompt, layer)
 
 
 def test_attention_of_both_compressed_kinds(unrolled, expected_float):
     for layer in (2, 3):
         for name in ("attn_in", "attn_out"):
             expected = expected_float[f"p2.{name}.{layer}"]
-            assert max_error(unrolled[2][layer][name][:len(expected)], expected) < VALUES, (layer, name)
+            assert max_error(unrolled[2][layer][name][: len(expected)], expected) < VALUES, (
+                layer,
+                name,
+            )
 
 
 def test_indexer(unrolled, expected_float):
@@ -122,16 +162,22 @@ def test_layers_by_hand_give_the_model(unrolled, played_float, expected_float):
 
 # Captured hidden
 
+
 def tap(hidden, i):
-    return hidden[:, i * WIDTH:(i + 1) * WIDTH]
+    return hidden[:, i * WIDTH : (i + 1) * WIDTH]
 
 
 @pytest.mark.parametrize("i", range(3))
 def test_hidden_capture(unrolled, played_float, expected_float, i):
-    """Each target layer on its own: the plain mean of the streams of that layer's output, at that position."""
+    """Each target layer on its own: the plain mean of the streams of that layer's output, at that
+    position.
+    """
     for prompt in PROMPTS:
         mean = unrolled[prompt][TAPS[i]]["out"].mean(axis=1)
-        for hidden in (played_float[prompt].prefill_hidden, expected_float[f"p{prompt}.prefill_hidden"]):
+        for hidden in (
+            played_float[prompt].prefill_hidden,
+            expected_float[f"p{prompt}.prefill_hidden"],
+        ):
             assert max_error(tap(hidden, i), mean) < VALUES
 
 
@@ -140,9 +186,14 @@ def test_hidden_capture_notices_mistakes(unrolled, expected_float, i):
     layers, hidden = unrolled[1], tap(expected_float["p1.prefill_hidden"], i)
     out = layers[TAPS[i]]["out"]
     mean = out.mean(axis=1)
-    wrong = {"the layer's input": layers[TAPS[i] - 1]["out"].mean(axis=1), "the next position": np.roll(mean, -1, axis=0),
-             "sum of streams": out.sum(axis=1), "first stream": out[:, 0], "half of the streams": out[:, :2].mean(axis=1),
-             "after a norm": mean / np.sqrt(np.mean(mean ** 2, axis=-1, keepdims=True))}
+    wrong = {
+        "the layer's input": layers[TAPS[i] - 1]["out"].mean(axis=1),
+        "the next position": np.roll(mean, -1, axis=0),
+        "sum of streams": out.sum(axis=1),
+        "first stream": out[:, 0],
+        "half of the streams": out[:, :2].mean(axis=1),
+        "after a norm": mean / np.sqrt(np.mean(mean**2, axis=-1, keepdims=True)),
+    }
     for name, values in wrong.items():
         assert max_error(values, hidden) > 1000 * VALUES, name
 
@@ -150,11 +201,12 @@ def test_hidden_capture_notices_mistakes(unrolled, expected_float, i):
 def test_hidden_of_every_position_is_its_own(played_float, expected_float):
     for prompt in (1, 2):
         hidden = expected_float[f"p{prompt}.decode_hidden"]
-        found = played_float[prompt].decode_hidden[:len(hidden)]
+        found = played_float[prompt].decode_hidden[: len(hidden)]
         assert np.abs(found[1:] - hidden[:-1]).max(axis=-1).min() > 1000 * VALUES
 
 
 # Drafter
+
 
 @pytest.mark.parametrize("case, steps", [(0, 0), (1, 9), (2, 24)])
 def test_draft(golden_float, played_float, expected_float, case, steps):
@@ -171,12 +223,24 @@ def test_draft_part_by_part(golden_float, expected_float, case):
     """From the golden hidden states alone: main_x, the rings, every stage, the heads."""
     inputs, name, config = draft_case(expected_float, case), f"d{case}.", golden_float.config
     seed = min(inputs.start, 15)
-    main_x, keys = run(stage_keys, config, golden_float.module.drafter, inputs.hidden[None], inputs.positions[None])
+    main_x, keys = run(
+        stage_keys, config, golden_float.module.drafter, inputs.hidden[None], inputs.positions[None]
+    )
     assert np.array_equal(inputs.hidden[seed], expected_float[name + "main_hidden"])
     assert max_error(main_x[0, seed], expected_float[name + "main_x"]) < VALUES
-    parts = run(draft_parts, config, golden_float.module, rings_of(keys, inputs), inputs.position, inputs.token)
+    parts = run(
+        draft_parts,
+        config,
+        golden_float.module,
+        rings_of(keys, inputs),
+        inputs.position,
+        inputs.token,
+    )
     for stage in range(3):
-        assert max_error(parts["stage_out"][stage, 0], expected_float[f"{name}stage_out.{stage}"]) < VALUES
+        assert (
+            max_error(parts["stage_out"][stage, 0], expected_float[f"{name}stage_out.{stage}"])
+            < VALUES
+        )
         assert same_sets(parts["chosen"][stage, 0], expected_float[f"{name}moe_idx.{stage}"])
     assert max_error(parts["head_hidden"][0], expected_float[name + "head_hidden"]) < VALUES
     assert max_error(parts["base_logits"][0], expected_float[name + "base_logits"]) < LOGITS
@@ -185,9 +249,17 @@ def test_draft_part_by_part(golden_float, expected_float, case):
 
 
 def test_stage_rings(golden_float, played_float, expected_float):
-    """Primed by the main model for every committed position: in the cache after prefill and 9 steps; from the hidden alone."""
+    """Primed by the main model for every committed position: in the cache after prefill and 9
+    steps; from the hidden alone.
+    """
     inputs = draft_case(expected_float, 1)
-    _, keys = run(stage_keys, golden_float.config, golden_float.module.drafter, inputs.hidden[None], inputs.positions[None])
+    _, keys = run(
+        stage_keys,
+        golden_float.config,
+        golden_float.module.drafter,
+        inputs.hidden[None],
+        inputs.positions[None],
+    )
     stages = np.asarray(played_float[1].caches[9].stages)
     for stage in range(3):
         expected = expected_float[f"d1.ring.{stage}"]
@@ -199,7 +271,9 @@ def test_stage_rings(golden_float, played_float, expected_float):
 
 
 def test_draft_from_an_explicit_hidden(golden_float, played_float, expected_float):
-    """The seed's own hidden changes nothing; another one changes this draft and leaves the cache alone."""
+    """The seed's own hidden changes nothing; another one changes this draft and leaves the cache
+    alone.
+    """
     cache, token = played_float[1].caches[9], expected_float["d1.committed"]
     before = np.array(cache.stages)
     same = dspark.draft(golden_float, cache, token, hidden=expected_float["d1.main_hidden"][None])
@@ -210,6 +284,7 @@ def test_draft_from_an_explicit_hidden(golden_float, played_float, expected_floa
 
 
 # Speculative loop
+
 
 @pytest.mark.parametrize("prompt", [1, 2])
 def test_speculative_log(golden_float, expected_float, prompt):
@@ -222,4 +297,6 @@ def test_speculative_log(golden_float, expected_float, prompt):
 
 def test_speculation_emits_what_plain_decoding_does(expected_float):
     for prompt in (1, 2):
-        assert np.array_equal(expected_float[f"spec{prompt}.emitted"][:24], expected_float[f"p{prompt}.decode_ids"])
+        assert np.array_equal(
+            expected_float[f"spec{prompt}.emitted"][:24], expected_float[f"p{prompt}.decode_ids"]
+        )

@@ -1,8 +1,10 @@
-"""The golden model with activation quantisation, which is discontinuous: one rounding flip changes an element by 6 to 12 %.
+"""The golden model with activation quantisation, which is discontinuous: one rounding flip changes
+an element by 6 to 12 %.
 
-Tight: each part is fed the golden input of just that part. Nearly all elements then agree to float32 rounding, and a few flips
-stay below a deviation of 0.8 % (rms / rms), which every single mistake exceeds (goldens/README.md has the table). Loose: end to
-end all ids agree, and the deviations stay within three times what other float32 evaluations showed (envelope_reference.json).
+Tight: each part is fed the golden input of just that part. Nearly all elements then agree to
+float32 rounding, and a few flips stay below a deviation of 0.8 % (rms / rms), which every single
+mistake exceeds (goldens/README.md has the table). Loose: end to end all ids agree, and the
+deviations stay within three times what other float32 evaluations showed (envelope_reference.json).
 """
 
 import json
@@ -15,10 +17,26 @@ from dspark_jax import pallas_kernels
 from dspark_jax.model.layers import indexer, numerics
 from dspark_jax.model.layers.attention import Attention
 from dspark_jax.model.layers.indexer import Indexer, hadamard
-from helpers.golden_parts import (attention, draft_case, draft_parts, embed, layer_block, main_head, moe, pad_rows, rings_of, rotary_rows,
-                          run, run_changed, speculate, stage_keys, whole_layer)
 from dspark_jax.pallas_kernels import xla
 from dspark_jax.pallas_kernels.activation import act_quant
+
+from helpers.golden_parts import (
+    attention,
+    draft_case,
+    draft_parts,
+    embed,
+    layer_block,
+    main_head,
+    moe,
+    pad_rows,
+    rings_of,
+    rotary_rows,
+    run,
+    run_changed,
+    speculate,
+    stage_keys,
+    whole_layer,
+)
 from helpers.support import GOLDENS, rms, rms_error, same_sets
 
 TIGHT = 0.008  # rms / rms, from goldens/README.md
@@ -30,10 +48,13 @@ LAYERS, NONE_DONE = range(7), np.zeros(1, np.int32)
 def assert_tight(actual, expected, what=""):
     expected = np.asarray(expected, np.float64)
     assert rms_error(actual, expected) < TIGHT, what
-    assert np.median(np.abs(np.asarray(actual, np.float64) - expected)) < TYPICAL * rms(expected), what
+    assert np.median(np.abs(np.asarray(actual, np.float64) - expected)) < TYPICAL * rms(expected), (
+        what
+    )
 
 
 # Teacher-forced parts
+
 
 def test_blocks(golden_reference, expected_reference):
     """Every layer from the golden output of the one before it, prompt 0."""
@@ -43,18 +64,29 @@ def test_blocks(golden_reference, expected_reference):
     for layer in LAYERS:
         out = run(whole_layer, config, layer_block(model, layer), streams, pad_rows(ids), count)
         golden = expected_reference[f"p0.block_out.{layer}"]
-        assert_tight(out["out"][0, :len(ids)], golden, layer)
-        assert same_sets(out["chosen"][0, :len(ids)], expected_reference[f"p0.moe_idx.{layer}"]), layer
+        assert_tight(out["out"][0, : len(ids)], golden, layer)
+        assert same_sets(out["chosen"][0, : len(ids)], expected_reference[f"p0.moe_idx.{layer}"]), (
+            layer
+        )
         streams = pad_rows(golden)
-    assert_tight(run(main_head, config, model.module.main, streams)[0, :len(ids)], expected_reference["p0.prefill_logits"])
+    assert_tight(
+        run(main_head, config, model.module.main, streams)[0, : len(ids)],
+        expected_reference["p0.prefill_logits"],
+    )
 
 
 def attend(runner, model, expected, layer):
     """Attention of prompt 2 from its golden input, NumPy without padding: output, cache, indexer."""
     x = expected[f"p2.attn_in.{layer}"]
-    rows = run(rotary_rows, model.config, layer_block(model, 0).attn_norm, NONE_DONE, np.array([len(x)], np.int32))
+    rows = run(
+        rotary_rows,
+        model.config,
+        layer_block(model, 0).attn_norm,
+        NONE_DONE,
+        np.array([len(x)], np.int32),
+    )
     y, cache, index = runner(attention, model.config, layer_block(model, layer), pad_rows(x), rows)
-    return y[0, :len(x)], cache, index
+    return y[0, : len(x)], cache, index
 
 
 @pytest.mark.parametrize("layer, ratio", [(2, 4), (3, 8)])
@@ -62,7 +94,9 @@ def test_attention(golden_reference, expected_reference, layer, ratio):
     y, cache, _ = attend(run, golden_reference, expected_reference, layer)
     assert_tight(y, expected_reference[f"p2.attn_out.{layer}"])
     complete = len(y) // ratio
-    assert_tight(cache.entries[0, 0, :complete], expected_reference[f"p2.comp_kv.{layer}"][:complete])
+    assert_tight(
+        cache.entries[0, 0, :complete], expected_reference[f"p2.comp_kv.{layer}"][:complete]
+    )
 
 
 def index_of(runner, model, expected):
@@ -84,8 +118,10 @@ def moe_of(runner, model, expected, change=lambda block: None):
     block = layer_block(model, 4)
     change(block)
     mask = pad_rows(np.ones(len(x), bool))
-    y, (chosen, weights, _) = runner(moe, model.config, block, pad_rows(x), pad_rows(expected["p1.ids"]), mask)
-    return y[0, :len(x)], chosen[0, :len(x)], weights[0, :len(x)]
+    y, (chosen, weights, _) = runner(
+        moe, model.config, block, pad_rows(x), pad_rows(expected["p1.ids"]), mask
+    )
+    return y[0, : len(x)], chosen[0, : len(x)], weights[0, : len(x)]
 
 
 def test_moe(golden_reference, expected_reference):
@@ -97,7 +133,9 @@ def test_moe(golden_reference, expected_reference):
 
 def draft_of(runner, model, expected, case):
     inputs = draft_case(expected, case)
-    main_x, keys = runner(stage_keys, model.config, model.module.drafter, inputs.hidden[None], inputs.positions[None])
+    main_x, keys = runner(
+        stage_keys, model.config, model.module.drafter, inputs.hidden[None], inputs.positions[None]
+    )
     rings = rings_of(keys, inputs)
     parts = runner(draft_parts, model.config, model.module, rings, inputs.position, inputs.token)
     return main_x[0, min(inputs.start, 15)], rings, parts
@@ -122,8 +160,11 @@ def test_draft(golden_reference, expected_reference, case):
 
 # The same comparisons notice every single mistake
 
+
 def no_linear_quantisation(monkeypatch):
-    monkeypatch.setattr(numerics, "act_quant", lambda x, block: x if block == 128 else act_quant(x, block))
+    monkeypatch.setattr(
+        numerics, "act_quant", lambda x, block: x if block == 128 else act_quant(x, block)
+    )
     monkeypatch.setattr(numerics, "act_quant_of_part", lambda x, *_: x, raising=False)
     monkeypatch.setattr(xla, "maybe_quantise", lambda x, _: x)
 
@@ -145,8 +186,11 @@ def weight_after_w2(monkeypatch):
 
     def wrong(x, ids, weights, mask, experts, **options):
         routes = range(ids.shape[1])
-        outs = [right(x, ids[:, a:a + 1], weights[:, a:a + 1] * 0 + 1, mask, experts, **options) for a in routes]
-        return sum(weights[:, a:a + 1] * outs[a] for a in routes)
+        outs = [
+            right(x, ids[:, a : a + 1], weights[:, a : a + 1] * 0 + 1, mask, experts, **options)
+            for a in routes
+        ]
+        return sum(weights[:, a : a + 1] * outs[a] for a in routes)
 
     monkeypatch.setattr(pallas_kernels, "moe_fp4", wrong)
 
@@ -166,10 +210,17 @@ def test_moe_notices_a_shared_expert_without_clamp(golden_reference, expected_re
     assert rms_error(y, expected_reference["p1.moe_out.4"]) > 2 * TIGHT
 
 
-@pytest.mark.parametrize("layer, mistake", [
-    (2, no_linear_quantisation), (2, no_key_quantisation), (2, no_index_quantisation),
-    (3, no_linear_quantisation), (3, no_key_quantisation), (3, whole_key_quantised),
-])
+@pytest.mark.parametrize(
+    "layer, mistake",
+    [
+        (2, no_linear_quantisation),
+        (2, no_key_quantisation),
+        (2, no_index_quantisation),
+        (3, no_linear_quantisation),
+        (3, no_key_quantisation),
+        (3, whole_key_quantised),
+    ],
+)
 def test_attention_notices(golden_reference, expected_reference, monkeypatch, layer, mistake):
     mistake(monkeypatch)
     y, _, _ = attend(run_changed, golden_reference, expected_reference, layer)
@@ -191,13 +242,16 @@ def test_stages_notice(golden_reference, expected_reference, monkeypatch, mistak
     assert rms_error(parts["stage_out"][2, 0], expected_reference["d1.stage_out.2"]) > TIGHT
 
 
-def test_stages_notice_a_shared_expert_without_clamp(golden_reference, expected_reference, monkeypatch):
+def test_stages_notice_a_shared_expert_without_clamp(
+    golden_reference, expected_reference, monkeypatch
+):
     monkeypatch.setattr(golden_reference.module.drafter.stages[0].ffn.shared, "limit", float("inf"))
     _, _, parts = draft_of(run_changed, golden_reference, expected_reference, 1)
     assert rms_error(parts["stage_out"][2, 0], expected_reference["d1.stage_out.2"]) > 2 * TIGHT
 
 
 # End to end
+
 
 def assert_within_envelope(actual, expected, name):
     deviation = rms(np.asarray(actual, np.float64) - expected[name])
@@ -213,21 +267,31 @@ def test_prefill_and_decode(played_reference, expected_reference, prompt):
         assert_within_envelope(getattr(played, part), expected_reference, name + part)
     if prompt:
         rows = len(expected_reference[name + "decode_hidden"])
-        assert_within_envelope(played.decode_hidden[:rows], expected_reference, name + "decode_hidden")
+        assert_within_envelope(
+            played.decode_hidden[:rows], expected_reference, name + "decode_hidden"
+        )
 
 
 def test_compressed_entries(played_reference, expected_reference):
     cache = played_reference[2].caches[24]
     for layer, memory in {2: cache.layers[1][0], 3: cache.layers[2][0]}.items():
         count = len(expected_reference[f"p2.comp_kv.{layer}"])
-        assert_within_envelope(memory.entries[0, 0, :count], expected_reference, f"p2.comp_kv.{layer}")
-    assert_within_envelope(cache.layers[1][0].index_entries[0, 0, :16], expected_reference, "p2.index_kv.2")
+        assert_within_envelope(
+            memory.entries[0, 0, :count], expected_reference, f"p2.comp_kv.{layer}"
+        )
+    assert_within_envelope(
+        cache.layers[1][0].index_entries[0, 0, :16], expected_reference, "p2.index_kv.2"
+    )
 
 
 @pytest.mark.parametrize("case, steps", [(0, 0), (1, 9), (2, 24)])
 def test_drafts(golden_reference, played_reference, expected_reference, case, steps):
     name = f"d{case}."
-    draft = dspark.draft(golden_reference, played_reference[case].caches[steps], expected_reference[name + "committed"])
+    draft = dspark.draft(
+        golden_reference,
+        played_reference[case].caches[steps],
+        expected_reference[name + "committed"],
+    )
     assert np.array_equal(draft.tokens[0], expected_reference[name + "draft_ids"])
     assert_within_envelope(draft.logits[0], expected_reference, name + "logits")
     assert_within_envelope(draft.confidence[0], expected_reference, name + "confidence")
@@ -242,9 +306,15 @@ def test_speculative_log(golden_reference, expected_reference, prompt):
 
 
 def test_the_loose_bounds_notice_gross_mistakes(expected_reference):
-    """They cannot tell the modes apart (the tight checks do), but they notice a shifted row or a missing Markov term."""
+    """They cannot tell the modes apart (the tight checks do), but they notice a shifted row or a
+    missing Markov term.
+    """
     name = "p1.decode_logits"
     with pytest.raises(AssertionError, match=name):
-        assert_within_envelope(np.roll(expected_reference[name], 1, axis=0), expected_reference, name)
+        assert_within_envelope(
+            np.roll(expected_reference[name], 1, axis=0), expected_reference, name
+        )
     with pytest.raises(AssertionError, match="d1.logits"):
-        assert_within_envelope(expected_reference["d1.base_logits"], expected_reference, "d1.logits")
+        assert_within_envelope(
+            expected_reference["d1.base_logits"], expected_reference, "d1.logits"
+        )

@@ -1,4 +1,6 @@
-"""The differentiable whole-sequence path gives what prefill, decode and draft give (float mode), and the goldens."""
+"""The differentiable whole-sequence path gives what prefill, decode and draft give (float mode),
+and the goldens.
+"""
 
 import types
 
@@ -8,6 +10,7 @@ import pytest
 import dspark_jax as dspark
 from dspark_jax.model import whole_sequence
 from dspark_jax.model.segments import segments
+
 from helpers.golden_parts import run
 from helpers.support import max_error, same_sets
 
@@ -16,12 +19,18 @@ LENGTH, RELATIVE = 72, 1e-5
 
 def both_paths(config, module, tokens, anchors):
     logits, hidden, aux = whole_sequence.forward(module.main, tokens)
-    return logits, hidden, aux, *whole_sequence.draft_forward(module.drafter, module.main, hidden, tokens, anchors)
+    return (
+        logits,
+        hidden,
+        aux,
+        *whole_sequence.draft_forward(module.drafter, module.main, hidden, tokens, anchors),
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(golden_float, expected_float):
-    """The three golden prompts with their greedy continuation, and from the anchor of each draft case on the golden draft.
+    """The three golden prompts with their greedy continuation, and from the anchor of each draft
+    case on the golden draft.
 
     Two anchors a sequence: another one, and the draft case's own.
     """
@@ -30,7 +39,7 @@ def whole(golden_float, expected_float):
         fed = np.concatenate([expected_float[f"p{i}.ids"], expected_float[f"p{i}.decode_ids"]])
         anchor = int(expected_float[f"d{i}.start"][0]) + 1
         drafted = [expected_float[f"d{i}.committed"][0], *expected_float[f"d{i}.draft_ids"]]
-        tokens[i, :anchor], tokens[i, anchor:anchor + 6] = fed[:anchor], drafted
+        tokens[i, :anchor], tokens[i, anchor : anchor + 6] = fed[:anchor], drafted
         anchors[i] = other, anchor
     out = run(both_paths, golden_float.config, golden_float.module, tokens, anchors)
     named = dict(zip(("logits", "hidden", "aux", "draft", "confidence"), out))
@@ -51,7 +60,10 @@ def test_forward_equals_prefill_and_decode(whole, played_float, expected_float, 
         assert relative(values[:count], getattr(played, f"prefill_{name}")) < RELATIVE
         assert relative(values[:count], expected_float[f"p{prompt}.prefill_{name}"]) < RELATIVE
         if steps:
-            assert relative(values[count:count + steps], getattr(played, f"decode_{name}")[:steps]) < RELATIVE
+            assert (
+                relative(values[count : count + steps], getattr(played, f"decode_{name}")[:steps])
+                < RELATIVE
+            )
 
 
 def test_forward_routes_and_scores_like_decoding(whole, golden_float, expected_float):
@@ -60,8 +72,14 @@ def test_forward_routes_and_scores_like_decoding(whole, golden_float, expected_f
             for repeat, layer in enumerate(plan.layer_ids(member)):
                 for prompt in range(3):
                     expected = expected_float[f"p{prompt}.moe_idx.{layer}"]
-                    assert same_sets(aux.chosen[repeat, prompt, :len(expected)], expected), (layer, prompt)
-    scores, expected = whole.aux[1][0].index_scores[0, 2, :41, :10], expected_float["p2.index_score.2"]
+                    assert same_sets(aux.chosen[repeat, prompt, : len(expected)], expected), (
+                        layer,
+                        prompt,
+                    )
+    scores, expected = (
+        whole.aux[1][0].index_scores[0, 2, :41, :10],
+        expected_float["p2.index_score.2"],
+    )
     assert np.array_equal(scores > -np.inf, expected > -np.inf)
     assert relative(scores[expected > -np.inf], expected[expected > -np.inf]) < RELATIVE
 
@@ -84,10 +102,12 @@ def test_draft_forward_equals_draft(whole, expected_float, case):
 
 @pytest.mark.parametrize("case", range(3))
 def test_draft_forward_at_another_anchor(whole, golden_float, case):
-    """Row 0 does not depend on what follows; anchors inside the first window, at its end and behind it."""
+    """Row 0 does not depend on what follows; anchors inside the first window, at its end and behind
+    it.
+    """
     anchor = int(whole.anchors[case, 0])
     _, _, cache = dspark.prefill(golden_float, whole.tokens[case, :anchor].tolist())
-    draft = dspark.draft(golden_float, cache, whole.tokens[case, anchor:anchor + 1])
+    draft = dspark.draft(golden_float, cache, whole.tokens[case, anchor : anchor + 1])
     assert relative(whole.draft[case, 0, 0], draft.logits[0, 0]) < RELATIVE
     assert abs(whole.confidence[case, 0, 0] - draft.confidence[0, 0]) < RELATIVE
     assert relative(whole.draft[case, 0, 0], whole.draft[case, 1, 0]) > 1000 * RELATIVE

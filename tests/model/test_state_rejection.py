@@ -1,49 +1,90 @@
-"""Rejected rows leave no trace: pitfall 1, the block transaction and overwrite safety of the published design. Bits, on CPU.
+"""Rejected rows leave no trace: pitfall 1, the block transaction and overwrite safety of the
+published design. Bits, on CPU.
 
-Many cases run as streams of one batch, so that a full product costs a hundred calls of one program. The rings are as small as the
-library makes them for the width in use: `rows` is the widest call.
+Many cases run as streams of one batch, so that a full product costs a hundred calls of one program.
+The rings are as small as the library makes them for the width in use: `rows` is the widest call.
 """
 
 import numpy as np
 import pytest
 
 import dspark_jax as dspark
-from helpers.state_parts import (block_at, committed, different_state, differing, feed, pick, random_tokens, streams_of, with_limits)
 
-WINDOW, RATIO, BLOCK = 16, 8, 6  # of the golden config: sliding_window, the larger ratio, dspark_block_size + 1
+from helpers.state_parts import (
+    block_at,
+    committed,
+    different_state,
+    differing,
+    feed,
+    pick,
+    random_tokens,
+    streams_of,
+    with_limits,
+)
+
+WINDOW, RATIO, BLOCK = (
+    16,
+    8,
+    6,
+)  # of the golden config: sliding_window, the larger ratio, dspark_block_size + 1
 STARTS = range(2 * RATIO + WINDOW + 1)
 FOLLOWING = 2 * RATIO
 LONGEST = 8  # rows of the longest overshoot
 GROUPS = 11
-BATCH = len(STARTS) // GROUPS * 42  # 42 streams a start: 21 pairs of width and accepted length, two junk suffixes each
+BATCH = (
+    len(STARTS) // GROUPS * 42
+)  # 42 streams a start: 21 pairs of width and accepted length, two junk suffixes each
 
 
 class Clean:
-    """One stream without any rejection: the cache and the committed state at every length, and the logits of every position."""
+    """One stream without any rejection: the cache and the committed state at every length, and the
+    logits of every position.
+    """
 
     def __init__(self, model, batch: int, length: int, width: int):
         self.model, self.width, self.tokens = model, width, random_tokens(1, length)
         tokens = np.broadcast_to(self.tokens, (batch, length))
         ends = np.minimum(np.arange(batch), length)  # stream n is the first n tokens
         fed = feed(model, dspark.new_cache(model, batch), tokens, ends, width, width)
-        self.cache, self.state, self.logits = fed.cache, committed(fed.cache, model.config), fed.logits[-1]
+        self.cache, self.state, self.logits = (
+            fed.cache,
+            committed(fed.cache, model.config),
+            fed.logits[-1],
+        )
 
     def at(self, lengths):
         """A batch of streams of these lengths, and the tokens of each."""
-        return streams_of(self.cache, lengths), np.broadcast_to(self.tokens, (len(lengths), len(self.tokens)))
+        return streams_of(self.cache, lengths), np.broadcast_to(
+            self.tokens, (len(lengths), len(self.tokens))
+        )
 
     def wrong_state(self, cache) -> dict:
-        """In which streams the committed state is not what the clean stream has at the same position."""
-        return different_state(committed(cache, self.model.config), pick(self.state, cache.position))
+        """In which streams the committed state is not what the clean stream has at the same
+        position.
+        """
+        return different_state(
+            committed(cache, self.model.config), pick(self.state, cache.position)
+        )
 
     def wrong_steps(self, cache, singles: int, total: int) -> tuple[list[int], dict]:
-        """Goes on for `total` tokens, the first `singles` one at a time: the streams whose logits, or state, are not clean."""
+        """Goes on for `total` tokens, the first `singles` one at a time: the streams whose logits,
+        or state, are not clean.
+        """
         batch = len(cache.position)
         tokens = np.broadcast_to(self.tokens, (batch, len(self.tokens)))
         start = np.asarray(cache.position)
-        fed = feed(self.model, cache, tokens, start + total, lambda call: 1 if call < singles else self.width, self.width)
+        fed = feed(
+            self.model,
+            cache,
+            tokens,
+            start + total,
+            lambda call: 1 if call < singles else self.width,
+            self.width,
+        )
         rows = start[:, None] + np.arange(total)
-        wrong = differing(np.take_along_axis(fed.logits, rows[..., None], axis=1), self.logits[rows])
+        wrong = differing(
+            np.take_along_axis(fed.logits, rows[..., None], axis=1), self.logits[rows]
+        )
         return np.flatnonzero(wrong).tolist(), self.wrong_state(fed.cache)
 
 
@@ -59,13 +100,17 @@ def clean(tight):
 
 
 def junk(tokens, accepted, seed: int) -> np.ndarray:
-    """tokens [B, T] with other tokens from accepted[b] on; an even and an odd seed differ in every place."""
+    """tokens [B, T] with other tokens from accepted[b] on; an even and an odd seed differ in every
+    place.
+    """
     shift = random_tokens(seed, *tokens.shape) // 4 * 2 + 1 + seed % 2
     return np.where(np.arange(tokens.shape[1]) >= accepted[:, None], (tokens + shift) % 256, tokens)
 
 
 def reject(clean, cases):
-    """Runs cases (start, width, accepted) with two junk suffixes each, checks the accepted rows, commits them -> cache."""
+    """Runs cases (start, width, accepted) with two junk suffixes each, checks the accepted rows,
+    commits them -> cache.
+    """
     starts, widths, accepted = np.repeat(np.array(cases, np.int32), 2, axis=0).T
     cache, tokens = clean.at(starts)
     block = block_at(tokens, starts, clean.width)
@@ -81,12 +126,18 @@ def reject(clean, cases):
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_junk_suffix_leaves_no_trace(clean, group):
-    """Pitfall 1, the full product: start 0..2*ratio+window, width 1..block+1, accepted length, two suffixes; then 2*ratio steps.
+    """Pitfall 1, the full product: start 0..2*ratio+window, width 1..block+1, accepted length, two
+    suffixes; then 2*ratio steps.
 
     The first steps go one row at a time, while slots of junk are still about; the rest in blocks.
     """
     starts, widths = STARTS[group::GROUPS], range(1, BLOCK + 1)
-    cases = [(start, width, accepted) for start in starts for width in widths for accepted in range(width)]
+    cases = [
+        (start, width, accepted)
+        for start in starts
+        for width in widths
+        for accepted in range(width)
+    ]
     cache = reject(clean, cases)
     assert clean.wrong_state(cache) == {}
     assert clean.wrong_steps(cache, singles=BLOCK, total=FOLLOWING) == ([], {})
@@ -94,17 +145,25 @@ def test_junk_suffix_leaves_no_trace(clean, group):
 
 @pytest.fixture(scope="module")
 def clean_reference(golden_reference):
-    """Reference mode, the rings made for calls of LONGEST rows: they wrap at 24 (windows) and 16 (compressor inputs)."""
+    """Reference mode, the rings made for calls of LONGEST rows: they wrap at 24 (windows) and 16
+    (compressor inputs).
+    """
     return Clean(with_limits(golden_reference, rows=LONGEST), 128, 80, LONGEST)
 
 
 @pytest.mark.parametrize("first", range(0, 40, 8))
 def test_block_transaction(clean_reference, first):
-    """Two blocks with one accepted prefix leave one committed state: every prefix length, every alignment, every wrap of a ring.
+    """Two blocks with one accepted prefix leave one committed state: every prefix length, every
+    alignment, every wrap of a ring.
 
-    The blocks have LONGEST rows, two more than a verify block of the golden config, so that the rings have no slot to spare.
+    The blocks have LONGEST rows, two more than a verify block of the golden config, so that the
+    rings have no slot to spare.
     """
-    cases = [(start, LONGEST, accepted) for start in range(first, first + 8) for accepted in range(LONGEST)]
+    cases = [
+        (start, LONGEST, accepted)
+        for start in range(first, first + 8)
+        for accepted in range(LONGEST)
+    ]
     cache = reject(clean_reference, cases)
     state, pairs = committed(cache, clean_reference.model.config), np.arange(0, 2 * len(cases), 2)
     assert different_state(pick(state, pairs), pick(state, pairs + 1)) == {}
@@ -112,8 +171,12 @@ def test_block_transaction(clean_reference, first):
 
 
 def test_overshoot_is_overwritten(clean_reference):
-    """Overwrite safety: 1, 2, 3, 4, 5 or 8 rows never committed, at 21 positions around the wraps, then on as if nothing was."""
-    overshoot, starts = (np.resize(a, 128) for a in np.meshgrid((1, 2, 3, 4, 5, 8), np.arange(10, 31)))
+    """Overwrite safety: 1, 2, 3, 4, 5 or 8 rows never committed, at 21 positions around the wraps,
+    then on as if nothing was.
+    """
+    overshoot, starts = (
+        np.resize(a, 128) for a in np.meshgrid((1, 2, 3, 4, 5, 8), np.arange(10, 31))
+    )
     cache, tokens = clean_reference.at(starts)
     wrong = junk(block_at(tokens, starts, LONGEST), np.zeros_like(starts), seed=2)
     cache = dspark.extend(clean_reference.model, cache, wrong, overshoot)[2]

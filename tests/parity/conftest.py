@@ -1,12 +1,15 @@
 """Prints the largest error of every comparison at the end of a run."""
+
 import pytest
 
 
 @pytest.fixture
 def measured(record_property):
     """`measured(what, error)` notes a largest absolute error for the summary."""
+
     def note(what, error):
         record_property("parity", (what, error))
+
     return note
 
 

@@ -1,9 +1,11 @@
 """Hugging Face `DeepseekV4ForCausalLM` weights <-> the official checkpoint's tensor names.
 
-`to_official` turns a state dict of the Hugging Face model into official tensors, `from_official` is its inverse. Both go by one
-table, derived from the Hugging Face module tree and the specification's table of tensors (section 2). No tensor is transposed or
-permuted; routed experts are stacked there (`gate_up_proj [E, 2F, D]`, gate rows first) and separate here (`w1`, `w3`, `w2`).
+`to_official` turns a state dict of the Hugging Face model into official tensors, `from_official` is
+its inverse. Both go by one table, derived from the Hugging Face module tree and the specification's
+table of tensors (section 2). No tensor is transposed or permuted; routed experts are stacked there
+(`gate_up_proj [E, 2F, D]`, gate rows first) and separate here (`w1`, `w3`, `w2`).
 """
+
 import re
 
 import numpy as np
@@ -38,9 +40,17 @@ _LAYER = [
     ("self_attn.compressor.position_bias", "attn.compressor.ape", "f32"),
     ("self_attn.compressor.kv_norm.weight", "attn.compressor.norm.weight", "bf16"),
     ("self_attn.compressor.indexer.q_b_proj.weight", "attn.indexer.wq_b", "fp8"),
-    ("self_attn.compressor.indexer.scorer.weights_proj.weight", "attn.indexer.weights_proj.weight", "bf16"),
+    (
+        "self_attn.compressor.indexer.scorer.weights_proj.weight",
+        "attn.indexer.weights_proj.weight",
+        "bf16",
+    ),
     ("self_attn.compressor.indexer.kv_proj.weight", "attn.indexer.compressor.wkv.weight", "bf16"),
-    ("self_attn.compressor.indexer.gate_proj.weight", "attn.indexer.compressor.wgate.weight", "bf16"),
+    (
+        "self_attn.compressor.indexer.gate_proj.weight",
+        "attn.indexer.compressor.wgate.weight",
+        "bf16",
+    ),
     ("self_attn.compressor.indexer.position_bias", "attn.indexer.compressor.ape", "f32"),
     ("self_attn.compressor.indexer.kv_norm.weight", "attn.indexer.compressor.norm.weight", "bf16"),
     ("mlp.gate.weight", "ffn.gate.weight", "bf16"),
@@ -56,7 +66,9 @@ _BACK = {official: hf for hf, official, _ in _TOP + _LAYER}
 
 
 def to_official(state):
-    """{Hugging Face name: array} -> {official table name: (storage, array)}. A name outside the table is a KeyError."""
+    """{Hugging Face name: array} -> {official table name: (storage, array)}. A name outside the
+    table is a KeyError.
+    """
     result = {}
     for name, value in state.items():
         prefix, leaf = _split(name, r"model\.(layers\.\d+\.)(.+)")
@@ -75,7 +87,9 @@ def to_official(state):
 
 
 def from_official(tensors):
-    """{official table name: array} -> {Hugging Face name: array}; the draft module (`mtp.*`) has none and is left out."""
+    """{official table name: array} -> {Hugging Face name: array}; the draft module (`mtp.*`) has
+    none and is left out.
+    """
     state, experts = {}, {}
     for name, value in tensors.items():
         if name.startswith("mtp."):
@@ -88,7 +102,9 @@ def from_official(tensors):
             state[("model." + prefix if prefix else "") + _BACK[leaf]] = value
     for prefix, parts in experts.items():
         count = len(parts) // 3
-        state[prefix + _GATE_UP] = np.stack([np.concatenate([parts[e, "w1"], parts[e, "w3"]]) for e in range(count)])
+        state[prefix + _GATE_UP] = np.stack(
+            [np.concatenate([parts[e, "w1"], parts[e, "w3"]]) for e in range(count)]
+        )
         state[prefix + _DOWN] = np.stack([parts[e, "w2"] for e in range(count)])
     return state
 

@@ -1,10 +1,13 @@
-"""Logits of this library against Hugging Face transformers' `DeepseekV4ForCausalLM`, float32, no activation quantisation.
+"""Logits of this library against Hugging Face transformers' `DeepseekV4ForCausalLM`, float32, no
+activation quantisation.
 
-A random tiny Hugging Face model is written as an official checkpoint (weights snapped to what that storage holds, so both sides
-have identical values), loaded through the public API and compared at every position: prompts in one prefill, decoding through
-both caches, and blocks of rows of which only some are committed. Then every tensor of the Hugging Face model is disturbed in
-turn, and each must make the comparison fail.
+A random tiny Hugging Face model is written as an official checkpoint (weights snapped to what that
+storage holds, so both sides have identical values), loaded through the public API and compared at
+every position: prompts in one prefill, decoding through both caches, and blocks of rows of which
+only some are committed. Then every tensor of the Hugging Face model is disturbed in turn, and each
+must make the comparison fail.
 """
+
 import json
 
 import numpy as np
@@ -22,20 +25,32 @@ from .patterns import PATTERNS
 from .storage import read_official
 
 LIMIT = 1e-4  # largest absolute difference of a logit; logits have rms ~1
-SEED = 2  # every choice of experts and entries is clear with it: see test_choices_of_this_seed_are_clear
+# every choice of experts and entries is clear with it: see test_choices_of_this_seed_are_clear
+SEED = 2
 
 
 class Pair:
-    """One pattern's Hugging Face model, its weights as official tensors, the folder they were written to, and our model."""
+    """One pattern's Hugging Face model, its weights as official tensors, the folder they were
+    written to, and our model.
+    """
 
     def __init__(self, name, folder):
         self.name, self.pattern, self.folder = name, PATTERNS[name], folder
         self.config = self.pattern.config
         self.theirs, self.tensors = hf.random_checkpoint(self.config, seed=SEED)
-        specs = ((TensorSpec(name, value.shape, storage), value) for name, (storage, value) in self.tensors.items())
+        specs = (
+            (TensorSpec(name, value.shape, storage), value)
+            for name, (storage, value) in self.tensors.items()
+        )
         write_official(folder, self.config, specs)
-        self.ours = dspark.load(folder, max_seq_len=self.pattern.longest + self.block, activation_quant=False)
-        self.ids = np.random.default_rng(1).integers(0, self.config["vocab_size"], self.pattern.longest).tolist()
+        self.ours = dspark.load(
+            folder, max_seq_len=self.pattern.longest + self.block, activation_quant=False
+        )
+        self.ids = (
+            np.random.default_rng(1)
+            .integers(0, self.config["vocab_size"], self.pattern.longest)
+            .tolist()
+        )
 
     @property
     def block(self):
@@ -43,11 +58,13 @@ class Pair:
         return self.config["dspark_block_size"] + 1
 
     def extend(self, cache, ids):
-        """Logits [len(ids), V] of one call of `block` rows, the last ones padding; nothing is committed."""
+        """Logits [len(ids), V] of one call of `block` rows, the last ones padding; nothing is
+        committed.
+        """
         rows = np.zeros((1, self.block), np.int32)
-        rows[0, :len(ids)] = ids
+        rows[0, : len(ids)] = ids
         logits, _, cache = dspark.extend(self.ours, cache, rows, np.array([len(ids)], np.int32))
-        return np.asarray(logits)[0, :len(ids)], cache
+        return np.asarray(logits)[0, : len(ids)], cache
 
 
 @pytest.fixture(scope="module", params=PATTERNS)
@@ -64,12 +81,16 @@ def worst(ours, theirs):
 def test_files_hold_the_values_of_the_hugging_face_model(pair):
     stored = read_official(pair.folder)
     assert stored.keys() == pair.tensors.keys()
-    assert [name for name, (_, value) in pair.tensors.items() if not np.array_equal(stored[name], value)] == []
+    assert [
+        name for name, (_, value) in pair.tensors.items() if not np.array_equal(stored[name], value)
+    ] == []
     assert json.loads((pair.folder / "config.json").read_text()) == pair.config
 
 
 def test_choices_of_this_seed_are_clear(pair):
-    """Otherwise rounding alone could choose another expert or entry, and the comparison would mean nothing."""
+    """Otherwise rounding alone could choose another expert or entry, and the comparison would mean
+    nothing.
+    """
     assert hf.closest_choice(pair.theirs, pair.ids) > 1e-5
 
 
@@ -88,7 +109,9 @@ def test_captured_hidden(pair, measured):
     taps = pair.config["dspark_target_layer_ids"]
     outputs = hf.block_outputs(pair.theirs, pair.ids, taps)
     _, hidden, _ = dspark.prefill(pair.ours, pair.ids)
-    error = worst(np.asarray(hidden)[0], np.concatenate([outputs[layer].mean(1) for layer in taps], -1))
+    error = worst(
+        np.asarray(hidden)[0], np.concatenate([outputs[layer].mean(1) for layer in taps], -1)
+    )
     measured(f"{pair.name}: captured hidden", error)
     assert error < LIMIT
 
@@ -96,7 +119,7 @@ def test_captured_hidden(pair, measured):
 def test_prefill_then_decode(pair, measured):
     """One token at a time through our cache, against Hugging Face's cache and its uncached forward."""
     for start, steps in pair.pattern.decode:
-        prompt, rest = pair.ids[:start], pair.ids[start:start + steps]
+        prompt, rest = pair.ids[:start], pair.ids[start : start + steps]
         logits, _, cache = dspark.prefill(pair.ours, prompt)
         rows = [np.asarray(logits)[0]]
         for token in rest:
@@ -104,15 +127,19 @@ def test_prefill_then_decode(pair, measured):
             cache = dspark.commit(cache, np.array([1], np.int32))
             rows.append(logits)
         ours = np.concatenate(rows)
-        for what, theirs in (("cached", hf.cached_forward(pair.theirs, prompt, rest)),
-                             ("uncached", hf.full_forward(pair.theirs, prompt + rest))):
+        for what, theirs in (
+            ("cached", hf.cached_forward(pair.theirs, prompt, rest)),
+            ("uncached", hf.full_forward(pair.theirs, prompt + rest)),
+        ):
             error = worst(ours, theirs)
             measured(f"{pair.name}: decode logits, their {what} forward", error)
             assert error < LIMIT, f"{start} + {steps} tokens, their {what} forward"
 
 
 def test_blocks_with_rejected_rows(pair, measured):
-    """Blocks whose last rows are wrong tokens, never committed: the committed rows equal their forward of the right tokens."""
+    """Blocks whose last rows are wrong tokens, never committed: the committed rows equal their
+    forward of the right tokens.
+    """
     start, steps = pair.pattern.decode[-1]
     end = start + steps
     theirs = hf.full_forward(pair.theirs, pair.ids[:end])
@@ -120,9 +147,12 @@ def test_blocks_with_rejected_rows(pair, measured):
     at, right = start, 1
     while at < end:
         right = min(right, end - at)
-        junk = [(token + 1) % pair.config["vocab_size"] for token in pair.ids[at:at + pair.block - right]]
-        logits, cache = pair.extend(cache, pair.ids[at:at + right] + junk)
-        error = worst(logits[:right], theirs[at:at + right])
+        junk = [
+            (token + 1) % pair.config["vocab_size"]
+            for token in pair.ids[at : at + pair.block - right]
+        ]
+        logits, cache = pair.extend(cache, pair.ids[at : at + right] + junk)
+        error = worst(logits[:right], theirs[at : at + right])
         measured(f"{pair.name}: block logits", error)
         assert error < LIMIT, f"{right} rows from position {at}"
         cache = dspark.commit(cache, np.array([right], np.int32))
@@ -131,18 +161,23 @@ def test_blocks_with_rejected_rows(pair, measured):
 
 @pytest.mark.parametrize("pair", ["golden", "other shapes"], indirect=True)
 def test_every_disturbed_tensor_is_noticed(pair):
-    """Each tensor of the Hugging Face model in turn with its rows moved by one (experts swapped, heads shifted): never < LIMIT.
+    """Each tensor of the Hugging Face model in turn with its rows moved by one (experts swapped,
+    heads shifted): never < LIMIT.
 
     Tensors with a single row are negated instead. These two patterns have every kind of tensor.
     """
     ours = np.asarray(dspark.prefill(pair.ours, pair.ids)[0])[0]
     assert worst(ours, hf.full_forward(pair.theirs, pair.ids)) < LIMIT
-    unnoticed = [name for name, logits in hf.disturbed(pair.theirs, pair.ids) if worst(ours, logits) < LIMIT]
+    unnoticed = [
+        name for name, logits in hf.disturbed(pair.theirs, pair.ids) if worst(ours, logits) < LIMIT
+    ]
     assert unnoticed == []
 
 
 def test_one_swapped_expert_is_noticed(pair):
-    """Two experts of the last layer exchanged on one side: the logits must part, and agree again when it is undone."""
+    """Two experts of the last layer exchanged on one side: the logits must part, and agree again
+    when it is undone.
+    """
     ours = np.asarray(dspark.prefill(pair.ours, pair.ids)[0])[0]
     last = len(pair.pattern.ratios) - 1
     with hf.swapped_experts(pair.theirs, last, 0, 1):

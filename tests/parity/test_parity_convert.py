@@ -1,4 +1,7 @@
-"""The converter and the storage formats proved without the library: what the parity comparison stands on."""
+"""The converter and the storage formats proved without the library: what the parity comparison
+stands on.
+"""
+
 import json
 from pathlib import Path
 
@@ -26,10 +29,14 @@ def golden():
 
 @pytest.mark.parametrize("prompt", range(3))
 def test_golden_checkpoint_in_hugging_face(golden, prompt, measured):
-    """Read, renamed and run by Hugging Face, the golden checkpoint gives the golden logits, cached and uncached."""
+    """Read, renamed and run by Hugging Face, the golden checkpoint gives the golden logits, cached
+    and uncached.
+    """
     expected = load_file(GOLDENS / "expected_float.safetensors")
     ids, rest = expected[f"p{prompt}.ids"].tolist(), expected[f"p{prompt}.decode_ids"].tolist()
-    logits = np.concatenate([expected[f"p{prompt}.prefill_logits"], expected[f"p{prompt}.decode_logits"]])
+    logits = np.concatenate(
+        [expected[f"p{prompt}.prefill_logits"], expected[f"p{prompt}.decode_logits"]]
+    )
     model = hf.build(*golden)
     forwards = hf.cached_forward(model, ids, rest), hf.full_forward(model, ids + rest)
     error = max(np.abs(theirs - logits).max() for theirs in forwards)
@@ -38,14 +45,20 @@ def test_golden_checkpoint_in_hugging_face(golden, prompt, measured):
 
 
 def test_hugging_face_loads_the_same_model(golden, tmp_path):
-    """Its own loader, given the dequantised tensors under their official names, puts each where `from_official` does."""
+    """Its own loader, given the dequantised tensors under their official names, puts each where
+    `from_official` does.
+    """
     config, tensors = golden
-    save_file({_stored(name): np.ascontiguousarray(value) for name, value in tensors.items()}, tmp_path / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {_stored(name): np.ascontiguousarray(value) for name, value in tensors.items()},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     wanted = hf.hf_config(config)
     wanted.save_pretrained(tmp_path)
     loaded, report = transformers.DeepseekV4ForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+        tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
     assert not any(report.values()), report
     theirs, ours = loaded.state_dict(), hf.build(config, tensors).state_dict()
     assert theirs.keys() == ours.keys()
@@ -54,14 +67,26 @@ def test_hugging_face_loads_the_same_model(golden, tmp_path):
 
 def _stored(name):
     """The file's name of a table name: quantised matrices are listed without their `.weight`."""
-    quantised = name.rsplit(".", 1)[-1] in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3", "main_proj")
+    quantised = name.rsplit(".", 1)[-1] in (
+        "wq_a",
+        "wq_b",
+        "wkv",
+        "wo_a",
+        "wo_b",
+        "w1",
+        "w2",
+        "w3",
+        "main_proj",
+    )
     return name + ".weight" if quantised else name
 
 
 def test_tensors_and_shapes_are_the_golden_ones(golden):
     config, tensors = golden
     _, ours = hf.random_checkpoint(config, seed=0)
-    assert {name: value.shape for name, (_, value) in ours.items()} == {name: value.shape for name, value in tensors.items()}
+    assert {name: value.shape for name, (_, value) in ours.items()} == {
+        name: value.shape for name, value in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -74,9 +99,15 @@ def test_there_and_back(name):
 
 
 def test_snapped_values_stay(golden):
-    """The golden checkpoint's values are representable by construction, and snapping a snapped random matrix changes nothing."""
+    """The golden checkpoint's values are representable by construction, and snapping a snapped
+    random matrix changes nothing.
+    """
     _, tensors = golden
-    for storage, name in (("fp8", "layers.0.attn.wq_b"), ("fp4", "layers.4.ffn.experts.3.w2"), ("bf16", "embed.weight")):
+    for storage, name in (
+        ("fp8", "layers.0.attn.wq_b"),
+        ("fp4", "layers.4.ffn.experts.3.w2"),
+        ("bf16", "embed.weight"),
+    ):
         np.testing.assert_array_equal(snap(tensors[name], storage), tensors[name])
         values = np.random.default_rng(0).standard_normal((200, 160)).astype(np.float32)
         once = snap(values, storage)

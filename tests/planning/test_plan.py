@@ -1,14 +1,15 @@
 """`dspark plan`: sizes against sums worked out by hand, what fits, and refusals."""
+
 import dataclasses
 import json
 
 import pytest
 
-from dspark_jax.planning import sizes
 from dspark_jax.commands.main import main
+from dspark_jax.commands.plan import tpu
 from dspark_jax.config import v4_flash_0731
 from dspark_jax.errors import ConfigError
-from dspark_jax.commands.plan import tpu
+from dspark_jax.planning import sizes
 
 CONFIG = v4_flash_0731()
 ONE_EXPERT = 3 * 2048 * 4096 // 2 + 3 * 2048 * 4096 // 32  # packed codes and scales, bytes
@@ -40,9 +41,17 @@ def test_what_is_said_to_fit_fits_and_no_more():
 
 
 def layer_bytes(shards):
-    """Bytes per device of what every layer has but its routed experts: counted by hand, as the next two."""
-    attention = 2 * ((32768 * 1024 + 2 * 8192 * 4096) // shards + (1024 + 512) * 4096) + 4 * (64 // shards + 512 + 1024)
-    router_and_shared_expert, norms, mixing = 2 * (256 + 3 * 2048) * 4096, 4 * 2 * 4096, 4 * 2 * (24 * 16384 + 24 + 3)
+    """Bytes per device of what every layer has but its routed experts: counted by hand, as the next
+    two.
+    """
+    attention = 2 * ((32768 * 1024 + 2 * 8192 * 4096) // shards + (1024 + 512) * 4096) + 4 * (
+        64 // shards + 512 + 1024
+    )
+    router_and_shared_expert, norms, mixing = (
+        2 * (256 + 3 * 2048) * 4096,
+        4 * 2 * 4096,
+        4 * 2 * (24 * 16384 + 24 + 3),
+    )
     return attention + router_and_shared_expert + norms + mixing
 
 
@@ -52,25 +61,43 @@ def layers_bytes(shards):
     indexer = 2 * 2 * 256 * 4096 + 4 * (4 * 256 + 128) + 2 * (8192 * 1024 + 64 * 4096) // shards
     ratio_128 = 2 * 2 * 512 * 4096 + 4 * (128 * 512 + 512)
     routing = 40 * 256 * 4 + 3 * 129280 * 6 * 4  # biases, and tables of the layers routed by token
-    return 43 * layer_bytes(shards) + 21 * (ratio_4 + indexer) + 20 * ratio_128 + routing + HEAD_MIXING + 4 * 4096
+    return (
+        43 * layer_bytes(shards)
+        + 21 * (ratio_4 + indexer)
+        + 20 * ratio_128
+        + routing
+        + HEAD_MIXING
+        + 4 * 4096
+    )
 
 
 def stages_bytes(shards):
-    """Three draft stages with their projection, Markov tables, confidence and norms, and the copy of a head that is cut."""
+    """Three draft stages with their projection, Markov tables, confidence and norms, and the copy
+    of a head that is cut.
+    """
     own = 2 * 4096 * 3 * 4096 + 2 * 2 * 129280 * 256 + 2 * (4096 + 256) + HEAD_MIXING + 4 * 2 * 4096
     return 3 * (layer_bytes(shards) + 256 * 4) + own + (2 * 129280 * 4096 if shards > 1 else 0)
 
 
 # Of one stream on a model axis of 4.
-ACTIVATIONS = 128 * (4 * 4 * 4096 * 4 + 512 * 512 * 2 + 16 * (128 + 128 + 512) * 4 * 2 + 3 * 16 * 512 * 4) + 4 * 129280 * 4
+ACTIVATIONS = (
+    128 * (4 * 4 * 4096 * 4 + 512 * 512 * 2 + 16 * (128 + 128 + 512) * 4 * 2 + 3 * 16 * 512 * 4)
+    + 4 * 129280 * 4
+)
 HEAD_MIXING = 4 * (4 * 16384 + 4 + 1)
 WINDOWS = 43 * 128 * 512 * 2
 CACHE_READ_AT_64K = WINDOWS + 21 * (16384 * 128 + 512 * 512) * 2 + 20 * 512 * 512 * 2
 
 
-@pytest.mark.parametrize("mesh, streams, each", (((1, 1), 1, 1), ((1, 4), 1, 1), ((1, 4), 3, 3), ((2, 4), 6, 3), ((2, 4), 1, 1)))
+@pytest.mark.parametrize(
+    "mesh, streams, each",
+    (((1, 1), 1, 1), ((1, 4), 1, 1), ((1, 4), 3, 3), ((2, 4), 6, 3), ((2, 4), 1, 1)),
+)
 def test_bytes_of_a_step_counted_by_hand(mesh, streams, each):
-    """The formula that is printed, with `each` streams per device; a token of one chooses 6 of 256 experts in a layer."""
+    """The formula that is printed, with `each` streams per device; a token of one chooses 6 of 256
+    experts in a layer.
+    """
+
     def experts(rows):
         return 256 * (1 - (250 / 256) ** rows) * ONE_EXPERT / mesh[1]
 
@@ -79,15 +106,21 @@ def test_bytes_of_a_step_counted_by_hand(mesh, streams, each):
     round_ = shared + 43 * experts(each * 6) + stages_bytes(mesh[1]) + 3 * experts(each * 5)
     target = sizes.Target("devices", mesh[0] * mesh[1], 1e12, 2e12)
     speed = sizes.make_plan(CONFIG, target, mesh, 65536, streams, 2.5).speed
-    assert (speed["bytes_per_plain_step"], speed["bytes_per_round"]) == pytest.approx((step, round_), abs=1)
+    assert (speed["bytes_per_plain_step"], speed["bytes_per_round"]) == pytest.approx(
+        (step, round_), abs=1
+    )
     assert speed["plain_tokens_per_second_per_stream"] == pytest.approx(2e12 / step)
     assert speed["speculative_tokens_per_second_per_stream"] == pytest.approx(3.5 * 2e12 / round_)
 
 
 @pytest.mark.parametrize("shards, heads", ((1, 64), (4, 16)))
 def test_activations_counted_by_hand(shards, heads):
-    """A prefill of 128 rows needs more than a round of 6; a round of 61 rows, each with its logits, needs more than that."""
-    a_row = 4 * 4 * 4096 * 4 + 512 * 512 * 2 + heads * (128 + 128 + 512) * 4 * 2 + 3 * heads * 512 * 4
+    """A prefill of 128 rows needs more than a round of 6; a round of 61 rows, each with its logits,
+    needs more than that.
+    """
+    a_row = (
+        4 * 4 * 4096 * 4 + 512 * 512 * 2 + heads * (128 + 128 + 512) * 4 * 2 + 3 * heads * 512 * 4
+    )
     logits = 4 * 129280 * 4
     assert sizes.activation_bytes(CONFIG, (1, shards), 1) == 128 * a_row + logits
     drafts = dataclasses.replace(CONFIG, dspark_block_size=60)
@@ -95,10 +128,17 @@ def test_activations_counted_by_hand(shards, heads):
 
 
 def test_the_data_axis_deals_out_streams():
-    """8 streams on 2x4 are 4 on each half; each half has all the parameters and holds as many streams as 1x4 does."""
+    """8 streams on 2x4 are 4 on each half; each half has all the parameters and holds as many
+    streams as 1x4 does.
+    """
     one = sizes.make_plan(CONFIG, sizes.Target("4 devices", 4, 95e9), (1, 4), 65536, 4, 2.5)
     two = sizes.make_plan(CONFIG, sizes.Target("8 devices", 8, 95e9), (2, 4), 65536, 8, 2.5)
-    parameters = (43 + 3) * 256 * ONE_EXPERT // 4 + 2 * 129280 * 4096 * 2 // 4 + layers_bytes(4) + stages_bytes(4)
+    parameters = (
+        (43 + 3) * 256 * ONE_EXPERT // 4
+        + 2 * 129280 * 4096 * 2 // 4
+        + layers_bytes(4)
+        + stages_bytes(4)
+    )
     for made in (one, two):
         assert (sum(made.parameters.values()), made.activations) == (parameters, 4 * ACTIVATIONS)
         assert made.total == parameters + 4 * ACTIVATIONS + 4 * sizes.cache_bytes(CONFIG, 65536)
@@ -115,39 +155,54 @@ def test_most_streams_has_no_ceiling():
 
 
 def test_no_stream_fits_beside_parameters_that_do_not():
-    assert sizes.make_plan(CONFIG, sizes.Target("8 devices", 8, 1e9), (2, 4), 8192, 1, 2.5).most_streams == 0
+    assert (
+        sizes.make_plan(
+            CONFIG, sizes.Target("8 devices", 8, 1e9), (2, 4), 8192, 1, 2.5
+        ).most_streams
+        == 0
+    )
 
 
-@pytest.mark.parametrize("mesh, context, streams, message", (
-    ((1, 3), 65536, 1, "mesh 1x3 takes 3 devices, but there are 4 .v5p:2x2x1."),
-    ((1, 4), 0, 1, "context 0 is not between"),
-    ((1, 4), -5, 1, "context -5 is not between"),
-    ((1, 4), 65536, 0, "streams 0: at least 1 is needed"),
-    ((1, 4), 65536, -4, "streams -4: at least 1 is needed"),
-    ((4, 1), 65536, 0, "streams 0: at least 1 is needed"),
-    ((4, 1), 65536, 6, "6 streams do not divide over the 4 devices"),
-))
+@pytest.mark.parametrize(
+    "mesh, context, streams, message",
+    (
+        ((1, 3), 65536, 1, "mesh 1x3 takes 3 devices, but there are 4 .v5p:2x2x1."),
+        ((1, 4), 0, 1, "context 0 is not between"),
+        ((1, 4), -5, 1, "context -5 is not between"),
+        ((1, 4), 65536, 0, "streams 0: at least 1 is needed"),
+        ((1, 4), 65536, -4, "streams -4: at least 1 is needed"),
+        ((4, 1), 65536, 0, "streams 0: at least 1 is needed"),
+        ((4, 1), 65536, 6, "6 streams do not divide over the 4 devices"),
+    ),
+)
 def test_refusals(mesh, context, streams, message):
     with pytest.raises(ConfigError, match=message):
         sizes.make_plan(CONFIG, tpu("v5p:2x2x1"), mesh, context, streams, 2.5)
 
 
-@pytest.mark.parametrize("devices, memory, bandwidth, message", (
-    (0, 1e12, None, "at least 1 device"),
-    (-4, 1e12, None, "at least 1 device"),
-    (4, 0, None, "memory of a device must be"),
-    (4, float("nan"), None, "memory of a device must be"),
-    (4, 1e12, 0, "bandwidth of a device must be"),
-    (4, 1e12, float("inf"), "bandwidth of a device must be"),
-))
+@pytest.mark.parametrize(
+    "devices, memory, bandwidth, message",
+    (
+        (0, 1e12, None, "at least 1 device"),
+        (-4, 1e12, None, "at least 1 device"),
+        (4, 0, None, "memory of a device must be"),
+        (4, float("nan"), None, "memory of a device must be"),
+        (4, 1e12, 0, "bandwidth of a device must be"),
+        (4, 1e12, float("inf"), "bandwidth of a device must be"),
+    ),
+)
 def test_a_target_that_cannot_be_is_refused(devices, memory, bandwidth, message):
     with pytest.raises(ConfigError, match=message):
-        sizes.make_plan(CONFIG, sizes.Target("here", devices, memory, bandwidth), (1, devices), 65536, 1, 2.5)
+        sizes.make_plan(
+            CONFIG, sizes.Target("here", devices, memory, bandwidth), (1, devices), 65536, 1, 2.5
+        )
 
 
 @pytest.mark.parametrize("accepted", (float("nan"), float("inf"), -3, -0.1, 5.1, 500))
 def test_accepted_lies_within_the_draft_block(accepted):
-    with pytest.raises(ConfigError, match="drafts accepted per round must lie between 0 and 5, the draft block"):
+    with pytest.raises(
+        ConfigError, match="drafts accepted per round must lie between 0 and 5, the draft block"
+    ):
         sizes.make_plan(CONFIG, tpu("v5p:2x2x1"), (1, 4), 65536, 1, accepted)
 
 
@@ -155,50 +210,76 @@ def test_accepted_lies_within_the_draft_block(accepted):
 def test_none_or_all_of_the_drafts_may_be_accepted(accepted):
     speed = sizes.make_plan(CONFIG, tpu("v5p:2x2x1"), (1, 4), 65536, 1, accepted).speed
     rounds = 2765e9 / speed["bytes_per_round"]
-    assert speed["speculative_tokens_per_second_per_stream"] == pytest.approx((accepted + 1) * rounds)
+    assert speed["speculative_tokens_per_second_per_stream"] == pytest.approx(
+        (accepted + 1) * rounds
+    )
 
 
-@pytest.mark.parametrize("topology, form", (
-    ("v5p:2x2", "v5p has 3 dimensions of at least 1, such as v5p:2x2x1"),
-    ("v5p:4", "v5p has 3 dimensions"),
-    ("v5p:2x2x1x1", "v5p has 3 dimensions"),
-    ("v5p:0x2x1", "v5p has 3 dimensions of at least 1"),
-    ("v6e:2x2x2", "v6e has 2 dimensions of at least 1, such as v6e:2x4"),
-    ("v5e:2x2x1", "v5e has 2 dimensions of at least 1, such as v5e:2x4"),
-    ("v5p", "one of v5e, v5p, v6e with its shape"),
-    ("", "one of v5e, v5p, v6e with its shape"),
-))
+@pytest.mark.parametrize(
+    "topology, form",
+    (
+        ("v5p:2x2", "v5p has 3 dimensions of at least 1, such as v5p:2x2x1"),
+        ("v5p:4", "v5p has 3 dimensions"),
+        ("v5p:2x2x1x1", "v5p has 3 dimensions"),
+        ("v5p:0x2x1", "v5p has 3 dimensions of at least 1"),
+        ("v6e:2x2x2", "v6e has 2 dimensions of at least 1, such as v6e:2x4"),
+        ("v5e:2x2x1", "v5e has 2 dimensions of at least 1, such as v5e:2x4"),
+        ("v5p", "one of v5e, v5p, v6e with its shape"),
+        ("", "one of v5e, v5p, v6e with its shape"),
+    ),
+)
 def test_topologies_that_do_not_exist(topology, form, capsys):
     assert main(["plan", "--topology", topology]) == 2
     assert form in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("topology, devices", (("v5p:2x2x1", 4), ("v5p:4x4x8", 128), ("v6e:2x4", 8), ("v5e:4x4", 16)))
+@pytest.mark.parametrize(
+    "topology, devices", (("v5p:2x2x1", 4), ("v5p:4x4x8", 128), ("v6e:2x4", 8), ("v5e:4x4", 16))
+)
 def test_topologies_that_exist(topology, devices):
     assert tpu(topology).devices == devices
 
 
-@pytest.mark.parametrize("arguments, message", (
-    ("--devices 0 --memory 141GB", "at least 1 device"),
-    ("--devices -4 --memory 141GB", "at least 1 device"),
-    ("--devices 4 --memory 0GB", "--memory '0GB': must be more than 0"),
-    ("--devices 4 --memory=-1GB", "--memory '-1GB': expected a number"),
-    ("--devices 4 --memory " + "9" * 400 + "GB", "must be more than 0 and finite"),
-    ("--devices 4 --memory 141GB --bandwidth 0TB", "--bandwidth '0TB': must be more than 0"),
-    ("--devices 4 --memory 141GB --bandwidth=", "--bandwidth '': expected a number"),
-    ("--devices 4 --memory=", "--memory '': expected a number"),
-    ("--memory 141GB", "--memory goes with --devices; the memory and bandwidth of v5p:2x2x1 are known"),
-    ("--topology v6e:2x4 --bandwidth 4TB", "--bandwidth goes with --devices; the memory and bandwidth of v6e:2x4 are known"),
-    ("--mesh=", "mesh: '' is not DATAxMODEL"),
-    ("--mesh 0x4", "mesh 0x4 takes 0 devices, but there are 4 (v5p:2x2x1); its sizes must multiply to 4, such as 1x4"),
-    ("--devices 1 --memory 141GB --mesh 1x2", "mesh 1x2 takes 2 devices, but there are 1 (1 device)"),
-    ("--devices 4 --memory 141GB --mesh 1x2", "mesh 1x2 takes 2 devices, but there are 4 (4 devices)"),
-    ("--accepted nan", "between 0 and 5"),
-    ("--accepted -3", "between 0 and 5"),
-    ("--context 0", "context 0"),
-    ("--streams 0", "streams 0: at least 1"),
-    ("--streams -8", "streams -8: at least 1"),
-))
+@pytest.mark.parametrize(
+    "arguments, message",
+    (
+        ("--devices 0 --memory 141GB", "at least 1 device"),
+        ("--devices -4 --memory 141GB", "at least 1 device"),
+        ("--devices 4 --memory 0GB", "--memory '0GB': must be more than 0"),
+        ("--devices 4 --memory=-1GB", "--memory '-1GB': expected a number"),
+        ("--devices 4 --memory " + "9" * 400 + "GB", "must be more than 0 and finite"),
+        ("--devices 4 --memory 141GB --bandwidth 0TB", "--bandwidth '0TB': must be more than 0"),
+        ("--devices 4 --memory 141GB --bandwidth=", "--bandwidth '': expected a number"),
+        ("--devices 4 --memory=", "--memory '': expected a number"),
+        (
+            "--memory 141GB",
+            "--memory goes with --devices; the memory and bandwidth of v5p:2x2x1 are known",
+        ),
+        (
+            "--topology v6e:2x4 --bandwidth 4TB",
+            "--bandwidth goes with --devices; the memory and bandwidth of v6e:2x4 are known",
+        ),
+        ("--mesh=", "mesh: '' is not DATAxMODEL"),
+        (
+            "--mesh 0x4",
+            "mesh 0x4 takes 0 devices, but there are 4 (v5p:2x2x1); its sizes must multiply to "
+            "4, such as 1x4",
+        ),
+        (
+            "--devices 1 --memory 141GB --mesh 1x2",
+            "mesh 1x2 takes 2 devices, but there are 1 (1 device)",
+        ),
+        (
+            "--devices 4 --memory 141GB --mesh 1x2",
+            "mesh 1x2 takes 2 devices, but there are 4 (4 devices)",
+        ),
+        ("--accepted nan", "between 0 and 5"),
+        ("--accepted -3", "between 0 and 5"),
+        ("--context 0", "context 0"),
+        ("--streams 0", "streams 0: at least 1"),
+        ("--streams -8", "streams -8: at least 1"),
+    ),
+)
 def test_wrong_arguments_are_one_clear_error(arguments, message, capsys):
     assert main(["plan", *arguments.split(" ")]) == 2
     error = capsys.readouterr().err
@@ -219,6 +300,11 @@ def test_an_axis_that_does_not_divide_is_named():
 def test_command(capsys):
     assert main(["plan", "--topology", "v5p:2x2x1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
-    assert main(["plan", "--topology", "v5e:2x2"]) == 1 and "It does not fit" in capsys.readouterr().out
+    assert (
+        main(["plan", "--topology", "v5e:2x2"]) == 1
+        and "It does not fit" in capsys.readouterr().out
+    )
     assert main(["plan", "--devices", "4"]) == 2 and "--memory" in capsys.readouterr().err
-    assert main(["plan", "--topology", "v9:2x2"]) == 2 and "v5e, v5p, v6e" in capsys.readouterr().err
+    assert (
+        main(["plan", "--topology", "v9:2x2"]) == 2 and "v5e, v5p, v6e" in capsys.readouterr().err
+    )

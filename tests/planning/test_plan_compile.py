@@ -1,15 +1,20 @@
-"""The full-size model compiled for TPUs that are not here: memory as planned, caches updated in place."""
+"""The full-size model compiled for TPUs that are not here: memory as planned, caches updated in
+place.
+"""
+
 import importlib.util
 
 import pytest
 
-from dspark_jax.planning import sizes
+from dspark_jax.commands.plan import tpu
 from dspark_jax.config import v4_flash_0731
 from dspark_jax.errors import ConfigError
-from dspark_jax.commands.plan import tpu
+from dspark_jax.planning import sizes
 from dspark_jax.planning.compile import compile_programs, count_copies
 
-needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu-aot")
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="needs the extra tpu-aot"
+)
 
 
 def test_copies_are_counted():
@@ -30,10 +35,14 @@ def test_a_round_of_the_whole_model():
     """V4-Flash-0731 on v5p:2x2x1, 8 streams of 64K tokens."""
     config, target = v4_flash_0731(), tpu("v5p:2x2x1")
     made = sizes.make_plan(config, target, (1, 4), 65536, 8, 2.5)
-    row = compile_programs(config, target.name, (1, 4), 65536, 8, only=("rounds, block",))["rounds, block"]
+    row = compile_programs(config, target.name, (1, 4), 65536, 8, only=("rounds, block",))[
+        "rounds, block"
+    ]
     assert row["peak_bytes"] < target.memory
     assert 0.9 < made.total / row["peak_bytes"] < 1.1
-    assert row["aliased_bytes"] >= 8 * sizes.cache_bytes(config, 65536), "a cache is not updated in place"
+    assert row["aliased_bytes"] >= 8 * sizes.cache_bytes(config, 65536), (
+        "a cache is not updated in place"
+    )
     assert row["cache_copies"] == 0
 
 

@@ -1,8 +1,11 @@
-"""generate() of several prompts on a mesh: as many at a time as it has data rows, and each exactly as alone."""
+"""generate() of several prompts on a mesh: as many at a time as it has data rows, and each exactly
+as alone.
+"""
 
 import pytest
 
 from dspark_jax.decode.stats import PromptRun, collect
+
 from helpers.processes import finish, start
 
 
@@ -18,5 +21,11 @@ def test_seconds_of_prompts_that_run_together():
     stats = collect(runs, 5, 0.0, together=2)
     assert (stats["tokens"], stats["seconds"], stats["tokens_per_second"]) == (23, 5.5, 23 / 5.5)
     assert [prompt["seconds"] for prompt in stats["per_prompt"]] == [3.0, 1.0, 1.0, 2.0, 0.5]
-    assert [prompt["tokens_per_second"] for prompt in stats["per_prompt"]] == [2.0, 2.0, 2.0, 2.0, 18.0]
+    assert [prompt["tokens_per_second"] for prompt in stats["per_prompt"]] == [
+        2.0,
+        2.0,
+        2.0,
+        2.0,
+        18.0,
+    ]
     assert collect(runs, 5, 0.0)["seconds"] == 7.5

@@ -1,12 +1,15 @@
-"""The mesh: four CPU devices give what one gives, hold what they should, and talk only where the design says."""
+"""The mesh: four CPU devices give what one gives, hold what they should, and talk only where the
+design says.
+"""
 
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 import dspark_jax as dspark
-from dspark_jax.runtime import sharding
 from dspark_jax.model.parameters import Declaration
+from dspark_jax.runtime import sharding
+
 from helpers.mesh_parts import collectives, rows_of_the_mesh
 from helpers.processes import finish, start
 
@@ -24,7 +27,13 @@ def test_embedded_checkpoint_on_four_devices():
     finish(start("mesh_parts.py", 4, "embedded", "1x4"))
 
 
-@pytest.mark.parametrize("check", [pytest.param(check, marks=pytest.mark.heavy if check == "2x2, reference" else ()) for check in CHECKS])
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=pytest.mark.heavy if check == "2x2, reference" else ())
+        for check in CHECKS
+    ],
+)
 def test_on_four_devices(check):
     finish(start("mesh_parts.py", 4, *CHECKS[check]))
 
@@ -47,7 +56,10 @@ def test_mesh_text():
 def test_one_spelling_of_each_sharding():
     declared = Declaration("attn.wq_b", (8, 4), "fp8", ("heads", None))
     assert sharding.parameter_spec(declared) == PartitionSpec(None, "model")
-    assert sharding.parameter_spec(Declaration("norm.weight", (4,), "bf16", (None,), stacked=False)) == PartitionSpec()
+    assert (
+        sharding.parameter_spec(Declaration("norm.weight", (4,), "bf16", (None,), stacked=False))
+        == PartitionSpec()
+    )
 
 
 def test_a_single_stream_is_on_every_row_of_the_mesh():
@@ -65,9 +77,21 @@ def test_collectives_are_found_in_compiled_text():
       %f = f32[5]{0} all-reduce(%x), channel_id=1, replica_groups=mesh['data'=2,'model'=2] {'model'}, to_apply=%sum
     """
     found, groups = collectives(text)
-    assert found == {("all-reduce", "[4,6]"): 1, ("all-reduce", "[2]"): 1, ("all-reduce", "[]"): 1, ("all-gather", "[8,2]"): 1,
-                     ("collective-permute", "[3]"): 1, ("all-reduce", "[5]"): 1}
-    assert groups == {"{{0,1},{2,3}}", "[2,2]<=[4]", "{{0,1,2,3}}", "", "mesh['data'=2,'model'=2] {'model'}"}
+    assert found == {
+        ("all-reduce", "[4,6]"): 1,
+        ("all-reduce", "[2]"): 1,
+        ("all-reduce", "[]"): 1,
+        ("all-gather", "[8,2]"): 1,
+        ("collective-permute", "[3]"): 1,
+        ("all-reduce", "[5]"): 1,
+    }
+    assert groups == {
+        "{{0,1},{2,3}}",
+        "[2,2]<=[4]",
+        "{{0,1,2,3}}",
+        "",
+        "mesh['data'=2,'model'=2] {'model'}",
+    }
     assert rows_of_the_mesh(2, 2) == groups - {"{{0,1,2,3}}", ""}
 
 

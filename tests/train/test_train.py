@@ -1,4 +1,7 @@
-"""Training: what it simulates is what is stored, every parameter learns, and a run is a pure function of its seed and steps."""
+"""Training: what it simulates is what is stored, every parameter learns, and a run is a pure
+function of its seed and steps.
+"""
+
 import dataclasses
 import json
 import signal
@@ -13,19 +16,52 @@ from flax import nnx
 from dspark_jax.checkpoints import formats
 from dspark_jax.checkpoints.official import OfficialCheckpoint
 from dspark_jax.checkpoints.writer import write_official
-from dspark_jax.model import whole_sequence
 from dspark_jax.config import tiny
 from dspark_jax.loading.load import expected_tensors, load
-from dspark_jax.train import data, drafter_stage, loop, main_stage, optimiser, quantise, sources, synthetic, tokenizer, weights
+from dspark_jax.model import whole_sequence
+from dspark_jax.train import (
+    data,
+    drafter_stage,
+    loop,
+    main_stage,
+    optimiser,
+    quantise,
+    sources,
+    synthetic,
+    tokenizer,
+    weights,
+)
 
 LENGTH, ROWS, VOCAB = 16, 4, 64
 
 CONFIG = dataclasses.replace(
-    tiny(), vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=24, qk_rope_head_dim=8,
-    q_lora_rank=32, o_groups=2, o_lora_rank=16, sliding_window=8, index_n_heads=2, index_head_dim=8, index_topk=2,
-    num_hash_layers=1, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, hc_mult=2, hc_sinkhorn_iters=2,
-    compress_ratios=(0, 4, 0), dspark_block_size=3, dspark_markov_rank=8, dspark_noise_token_id=1,
-    dspark_target_layer_ids=(0, 1), eos_token_id=(0,))
+    tiny(),
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    head_dim=24,
+    qk_rope_head_dim=8,
+    q_lora_rank=32,
+    o_groups=2,
+    o_lora_rank=16,
+    sliding_window=8,
+    index_n_heads=2,
+    index_head_dim=8,
+    index_topk=2,
+    num_hash_layers=1,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    hc_mult=2,
+    hc_sinkhorn_iters=2,
+    compress_ratios=(0, 4, 0),
+    dspark_block_size=3,
+    dspark_markov_rank=8,
+    dspark_noise_token_id=1,
+    dspark_target_layer_ids=(0, 1),
+    eos_token_id=(0,),
+)
 
 
 def stream(kind: int, tokens: int = 400) -> data.Stream:
@@ -52,7 +88,11 @@ def corpus() -> data.Corpus:
 def main(corpus):
     """(parts, task, official prefixes) of a small main model."""
     parts, twin, prefixes = main_stage.build(CONFIG, 0, corpus.frequencies(VOCAB))
-    return parts, main_stage.task(CONFIG, parts, twin, corpus, 24, ROWS, LENGTH, (2e-2, 1e-2), 16), prefixes
+    return (
+        parts,
+        main_stage.task(CONFIG, parts, twin, corpus, 24, ROWS, LENGTH, (2e-2, 1e-2), 16),
+        prefixes,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +135,12 @@ def test_every_main_parameter_gets_a_gradient(main, gradients):
 def test_every_drafter_parameter_gets_a_gradient(main, corpus):
     parts, twin, _ = drafter_stage.build(CONFIG, 0)
     model = main[0].module(main[0].values)
-    task = drafter_stage.task(CONFIG, parts, twin, model, corpus, 4, ROWS, LENGTH, (1e-2, 1e-2), anchors=2)
-    grads = jax.jit(jax.grad(lambda p: task.loss(p, task.frozen, task.batch(0), True)[0]))(parts.values)
+    task = drafter_stage.task(
+        CONFIG, parts, twin, model, corpus, 4, ROWS, LENGTH, (1e-2, 1e-2), anchors=2
+    )
+    grads = jax.jit(jax.grad(lambda p: task.loss(p, task.frozen, task.batch(0), True)[0]))(
+        parts.values
+    )
     assert still(grads) == router_biases(grads) != set()
 
 
@@ -117,17 +161,23 @@ def test_router_bias_follows_the_load(main, gradients):
     params, task = main[0].values, main[1]
     (_, measures), _ = gradients(params, task.batch(0))
     after = task.after(params, measures, 0)
-    (name, load), = measures["load"].items()
+    ((name, load),) = measures["load"].items()
     moved = np.sign(np.asarray(after[name] - params[name]))
     np.testing.assert_array_equal(moved, np.sign(load.mean(-1, keepdims=True) - load))
     assert load.sum() == ROWS * LENGTH * CONFIG.num_experts_per_tok
 
 
 def toy() -> loop.Task:
-    """Least squares with one bfloat16 matrix under Muon and one float32 vector under Adam, quantised from step 5 of 8 on."""
+    """Least squares with one bfloat16 matrix under Muon and one float32 vector under Adam,
+    quantised from step 5 of 8 on.
+    """
+
     def loss(params, frozen, batch, quantised):
         error = batch["x"] @ params["w"].T * frozen + params["b"] - batch["y"]
-        return jnp.mean(error ** 2), {"tokens_loss": jnp.mean(error ** 2), "quantised": jnp.float32(quantised)}
+        return jnp.mean(error**2), {
+            "tokens_loss": jnp.mean(error**2),
+            "quantised": jnp.float32(quantised),
+        }
 
     def batch(step):
         x = np.random.default_rng(step).standard_normal((ROWS, 6)).astype(np.float32)
@@ -135,7 +185,16 @@ def toy() -> loop.Task:
 
     tensors = {"w": "attn.wq_a", "b": "norm.weight"}
     optimise = optimiser.make(tensors, lambda _: 0.05, lambda _: 0.05)
-    return loop.Task("toy", loss, batch, optimise, {"w": "bf16", "b": "f32"}, steps=8, quantise_from=5, frozen=jnp.float32(1))
+    return loop.Task(
+        "toy",
+        loss,
+        batch,
+        optimise,
+        {"w": "bf16", "b": "f32"},
+        steps=8,
+        quantise_from=5,
+        frozen=jnp.float32(1),
+    )
 
 
 TOY = {"w": jnp.full((4, 6), 0.3), "b": jnp.zeros(4)}
@@ -143,7 +202,12 @@ TOY = {"w": jnp.full((4, 6), 0.3), "b": jnp.zeros(4)}
 
 def test_resumed_run_equals_uninterrupted(tmp_path):
     task, seen = toy(), []
-    whole = loop.fit(task, TOY, tmp_path / "whole.safetensors", lambda step, m: seen.append((step, float(m["quantised"]))))
+    whole = loop.fit(
+        task,
+        TOY,
+        tmp_path / "whole.safetensors",
+        lambda step, m: seen.append((step, float(m["quantised"]))),
+    )
     assert seen == [(1 + i, float(i >= 5)) for i in range(8)]
     for stop in (2, 6, None):
         parts = loop.fit(task, TOY, tmp_path / "parts.safetensors", lambda *_: None, stop=stop)
@@ -166,7 +230,9 @@ def test_interrupt_keeps_the_steps_done(tmp_path):
 
 def test_a_loss_that_is_no_number_stops_and_names_the_step(tmp_path):
     with pytest.raises(FloatingPointError, match="at step 1"):
-        loop.fit(toy(), TOY | {"b": jnp.full(4, jnp.nan)}, tmp_path / "toy.safetensors", lambda *_: None)
+        loop.fit(
+            toy(), TOY | {"b": jnp.full(4, jnp.nan)}, tmp_path / "toy.safetensors", lambda *_: None
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -205,12 +271,17 @@ def test_fp8_is_what_the_writer_stores(shape):
 
 
 def test_official_files_hold_what_was_trained(exported):
-    """Read back, every parameter has the bits of its trained value passed through its storage; no tensor lacks or is too many."""
+    """Read back, every parameter has the bits of its trained value passed through its storage; no
+    tensor lacks or is too many.
+    """
     path, *trained = exported
     OfficialCheckpoint.open(path).check(list(expected_tensors(CONFIG).values()))
     module = load(path, max_seq_len=64).module
     for parts, loaded in zip(trained, (module.main, module.drafter)):
-        expected, loaded = quantise.parameters(parts.values, parts.storages), weights.take_apart(loaded).values
+        expected, loaded = (
+            quantise.parameters(parts.values, parts.storages),
+            weights.take_apart(loaded).values,
+        )
         assert expected.keys() == loaded.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(value, loaded[name], err_msg=name)
@@ -218,15 +289,21 @@ def test_official_files_hold_what_was_trained(exported):
 
 def test_hash_tables_ship(main, exported):
     trained, shipped = main[0].module(main[0].values), load(exported[0], max_seq_len=64).module.main
-    np.testing.assert_array_equal(shipped.segments[0][0].ffn.table[...], trained.segments[0][0].ffn.table[...])
+    np.testing.assert_array_equal(
+        shipped.segments[0][0].ffn.table[...], trained.segments[0][0].ffn.table[...]
+    )
 
 
 def test_loss_of_a_quantised_step_is_the_shipped_models(main, gradients, exported):
     batch = main[1].batch(0)
     trained = gradients(main[0].values, batch)[0][1]["tokens_loss"]
     losses = nnx.jit(lambda model, tokens: main_stage.token_losses(model, tokens)[0].mean())
-    shipped, plain = (losses(load(exported[0], max_seq_len=64, activation_quant=quant).module.main, batch["tokens"])
-                      for quant in (True, False))
+    shipped, plain = (
+        losses(
+            load(exported[0], max_seq_len=64, activation_quant=quant).module.main, batch["tokens"]
+        )
+        for quant in (True, False)
+    )
     assert float(trained) == pytest.approx(float(shipped), rel=1e-5)
     assert float(trained) != pytest.approx(float(plain), rel=1e-4)
 
@@ -234,7 +311,9 @@ def test_loss_of_a_quantised_step_is_the_shipped_models(main, gradients, exporte
 def test_draft_targets_are_the_main_models_choices(main):
     """A draft counts until the text leaves the main model's way, computed position by position."""
     model = main[0].module(main[0].values)
-    say = nnx.jit(lambda model, tokens: jnp.argmax(whole_sequence.forward(model, tokens)[0], axis=-1))
+    say = nnx.jit(
+        lambda model, tokens: jnp.argmax(whole_sequence.forward(model, tokens)[0], axis=-1)
+    )
     tokens = np.random.default_rng(0).integers(2, VOCAB, (2, LENGTH)).astype(np.int32)
     tokens[0, 5] = say(model, tokens)[0, 4]  # once the text goes the main model's way
     choices = np.asarray(say(model, tokens))
@@ -251,7 +330,9 @@ def test_draft_targets_are_the_main_models_choices(main):
 
 
 def test_confidence_is_asked_only_behind_accepted_drafts():
-    """Drafts right, wrong, right: the third position takes no part in the confidence loss, and does in the cross-entropy."""
+    """Drafts right, wrong, right: the third position takes no part in the confidence loss, and does
+    in the cross-entropy.
+    """
     chosen = jnp.array([[[1, 1, 1]]])
     logits = jnp.zeros((1, 1, 3, 4)).at[0, 0, (0, 2), 1].set(5.0).at[0, 0, 1, 2].set(5.0)
     ones = jnp.ones((1, 1, 3))
@@ -279,8 +360,14 @@ def test_batches_follow_the_mixture(corpus):
 
 def test_windows_begin_where_they_may_and_stay_inside():
     s = data.Stream(np.arange(60, dtype=np.uint16), np.array([0, 7, 30, 41]))
-    assert {int(s.window(u, 20)[0]) for u in np.linspace(0, 0.999, 50)} == {0, 7, 30}  # from 41 on only 19 are left
-    assert all((s.window(u, 20) == s.window(u, 20)[0] + np.arange(20)).all() for u in (0, 0.5, 0.999))
+    assert {int(s.window(u, 20)[0]) for u in np.linspace(0, 0.999, 50)} == {
+        0,
+        7,
+        30,
+    }  # from 41 on only 19 are left
+    assert all(
+        (s.window(u, 20) == s.window(u, 20)[0] + np.arange(20)).all() for u in (0, 0.5, 0.999)
+    )
 
 
 def test_hash_tables_balance_the_text():
@@ -298,8 +385,19 @@ def test_generated_text_depends_on_the_seed_alone(kind):
 
 def test_generated_sums_are_right():
     for document in synthetic.documents("math", 0, 40_000):
-        for left, right in [line.split(" = ") for line in document.split("\n") if line.count(" = ") == 1 and ":" not in line]:
-            if left.replace("x", "*").replace(" ", "").replace("*", "").replace("+", "").replace("-", "").isdigit():
+        for left, right in [
+            line.split(" = ")
+            for line in document.split("\n")
+            if line.count(" = ") == 1 and ":" not in line
+        ]:
+            if (
+                left.replace("x", "*")
+                .replace(" ", "")
+                .replace("*", "")
+                .replace("+", "")
+                .replace("-", "")
+                .isdigit()
+            ):
                 assert eval(left.replace("x", "*")) == int(right), document
 
 

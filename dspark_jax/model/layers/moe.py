@@ -1,4 +1,7 @@
-"""Mixture of experts (spec section 8): hash or score routing, FP4 routed experts through `pallas_kernels.moe_fp4`, one shared expert."""
+"""Mixture of experts (spec section 8): hash or score routing, FP4 routed experts through
+`pallas_kernels.moe_fp4`, one shared expert.
+"""
+
 from __future__ import annotations
 
 import jax
@@ -14,7 +17,9 @@ from dspark_jax.runtime.sharding import model_index, sum_over_model
 
 
 class Experts(nnx.Module):
-    """The routed experts, gate rows first. Packed: uint8 codes and e8m0 scales; dequantised: floats and no scales."""
+    """The routed experts, gate rows first. Packed: uint8 codes and e8m0 scales; dequantised: floats
+    and no scales.
+    """
 
     def __init__(self, config: ModelConfig, make):
         e, f, d = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
@@ -33,10 +38,14 @@ class Experts(nnx.Module):
         if isinstance(self.w13, ColumnsFirst):
             return pallas_kernels.ColumnExperts(self.w13.columns, self.w2.columns)
         scales = (self.s13[...], self.s2[...]) if self.packed else (None, None)
-        return pallas_kernels.Experts(w13=self.w13[...], s13=scales[0], w2=self.w2[...], s2=scales[1])
+        return pallas_kernels.Experts(
+            w13=self.w13[...], s13=scales[0], w2=self.w2[...], s2=scales[1]
+        )
 
     def of_all_layers(self) -> pallas_kernels.Experts | pallas_kernels.ColumnExperts:
-        """The experts of n stacked layers as n*E experts, without a copy: layer l's expert e is number l*E + e."""
+        """The experts of n stacked layers as n*E experts, without a copy: layer l's expert e is
+        number l*E + e.
+        """
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), self.arrays())
 
 
@@ -61,11 +70,17 @@ class SharedExpert(nnx.Module):
 class MoE(nnx.Module):
     """Router, routed experts and shared expert of one layer. Tensors `ffn.*` of spec section 2.
 
-    hashed: the experts of a token are looked up by its id (`ffn.gate.tid2eid`), else chosen by biased scores.
+    hashed: the experts of a token are looked up by its id (`ffn.gate.tid2eid`), else chosen by
+      biased scores.
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, hashed: bool, make):
-        e, d, v, a = config.n_routed_experts, config.hidden_size, config.vocab_size, config.num_experts_per_tok
+        e, d, v, a = (
+            config.n_routed_experts,
+            config.hidden_size,
+            config.vocab_size,
+            config.num_experts_per_tok,
+        )
         self.numerics, self.active, self.hashed = numerics, a, hashed
         self.scaling, self.limit = config.routed_scaling_factor, config.swiglu_limit
         self.gate = make("ffn.gate.weight", (e, d), "bf16", product=True)
@@ -77,37 +92,64 @@ class MoE(nnx.Module):
         self.shared = SharedExpert(config, numerics, make)
 
     def route(self, x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [..., D], token ids [...] -> chosen experts [..., A] int32, their weights [..., A] float32, all scores [..., E]."""
+        """x [..., D], token ids [...] -> chosen experts [..., A] int32, their weights [..., A]
+        float32, all scores [..., E].
+        """
         scores = jnp.sqrt(jax.nn.softplus(dot(x, self.gate)))
         if self.hashed:
             chosen = self.table[...][ids]
             picked = jnp.take_along_axis(scores, chosen, axis=-1)
         else:
             biased, chosen = jax.lax.top_k(scores + self.bias[...], self.active)
-            # The weights are without the bias; one that is NaN, which comes first in top_k, must show all the same.
-            picked = jnp.where(jnp.isnan(biased), jnp.nan, jnp.take_along_axis(scores, chosen, axis=-1))
+            # The weights are without the bias; one that is NaN, which comes first in top_k, must
+            # show all the same.
+            picked = jnp.where(
+                jnp.isnan(biased), jnp.nan, jnp.take_along_axis(scores, chosen, axis=-1)
+            )
         return chosen, self.scaling * picked / jnp.sum(picked, axis=-1, keepdims=True), scores
 
-    def __call__(self, x: jax.Array, ids: jax.Array, mask: jax.Array, regime: str, layer=None) -> tuple[jax.Array, tuple]:
-        """x [B, T, D], ids and mask [B, T] (False: the row does no expert work) -> [B, T, D], (chosen experts, weights, scores).
+    def __call__(
+        self, x: jax.Array, ids: jax.Array, mask: jax.Array, regime: str, layer=None
+    ) -> tuple[jax.Array, tuple]:
+        """x [B, T, D], ids and mask [B, T] (False: the row does no expert work) -> [B, T, D],
+        (chosen experts, weights, scores).
 
-        regime: "decode" or "prefill", see `pallas_kernels.moe_fp4`. layer: the experts hold all layers of the stack, this is the one.
+        regime: "decode" or "prefill", see `pallas_kernels.moe_fp4`. layer: the experts hold all
+          layers of the stack, this is the one.
         """
         chosen, weights, scores = self.route(x, ids)
         routed = sum_over_model(self.routed(x, chosen, weights, mask, regime, layer))
         y = routed + self.shared(x).astype(jnp.float32)
         return y.astype(self.numerics.dtype), (chosen, weights, scores)
 
-    def routed(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, mask: jax.Array, regime: str, layer=None) -> jax.Array:
+    def routed(
+        self,
+        x: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
+        mask: jax.Array,
+        regime: str,
+        layer=None,
+    ) -> jax.Array:
         """What the experts at hand add, [B, T, D] float32: all of them, or on a mesh this device's."""
         tables, offset = self.experts.arrays(), 0
         count = tables.w13.shape[-3]
         if layer is not None:
             tables, offset = self.experts.of_all_layers(), layer * count
-        y = pallas_kernels.moe_fp4(_flat(x), _flat(chosen), _flat(weights), _flat(mask), tables, swiglu_limit=self.limit,
-                                   first_expert=count * model_index(), held=count, offset=offset,
-                                   activation_quant=self.numerics.activation_quant, regime=regime,
-                                   backend=pallas_kernels.default_backend(tables, target()))
+        y = pallas_kernels.moe_fp4(
+            _flat(x),
+            _flat(chosen),
+            _flat(weights),
+            _flat(mask),
+            tables,
+            swiglu_limit=self.limit,
+            first_expert=count * model_index(),
+            held=count,
+            offset=offset,
+            activation_quant=self.numerics.activation_quant,
+            regime=regime,
+            backend=pallas_kernels.default_backend(tables, target()),
+        )
         return y.reshape(x.shape)
 
 

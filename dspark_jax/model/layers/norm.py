@@ -1,4 +1,5 @@
 """RMS norm (spec section 3, norm): float32 inside, no "1 + w"."""
+
 from __future__ import annotations
 
 import jax
@@ -20,4 +21,6 @@ class RMSNorm(nnx.Module):
         self.weight = make(f"{name}.weight", (width,), "bf16", init="ones")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (x.astype(jnp.float32) * inverse_rms(x, self.eps) * self.weight[...]).astype(self.dtype)
+        return (x.astype(jnp.float32) * inverse_rms(x, self.eps) * self.weight[...]).astype(
+            self.dtype
+        )

@@ -1,8 +1,11 @@
-"""Rotary positions (spec section 3, RoPE): two tables, exact to float32 for every position up to 2^20.
+"""Rotary positions (spec section 3, RoPE): two tables, exact to float32 for every position up to
+2^20.
 
-A float32 product `position * frequency` is off by up to 0.03 rad at a million positions. So a position is split into
-1024 * high + low, both angles' cosines and sines come from small tables computed in float64, and the angle-sum formulas join them.
+A float32 product `position * frequency` is off by up to 0.03 rad at a million positions. So a
+position is split into 1024 * high + low, both angles' cosines and sines come from small tables
+computed in float64, and the angle-sum formulas join them.
 """
+
 from __future__ import annotations
 
 import functools
@@ -19,7 +22,9 @@ _STEP = 1024
 
 
 def inverse_frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
-    """[rope / 2] float64. compressed: base `compress_rope_theta` with YaRN, for ratio > 0; else base `rope_theta`, plain."""
+    """[rope / 2] float64. compressed: base `compress_rope_theta` with YaRN, for ratio > 0; else
+    base `rope_theta`, plain.
+    """
     width = config.qk_rope_head_dim
     base = config.compress_rope_theta if compressed else config.rope_theta
     frequencies = float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / width)
@@ -28,7 +33,11 @@ def inverse_frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
     scaling = config.rope_scaling
 
     def correction(rotations):
-        return width * math.log(scaling.original_max_position_embeddings / (2 * math.pi * rotations)) / (2 * math.log(base))
+        return (
+            width
+            * math.log(scaling.original_max_position_embeddings / (2 * math.pi * rotations))
+            / (2 * math.log(base))
+        )
 
     low = max(math.floor(correction(scaling.beta_fast)), 0)
     high = min(math.ceil(correction(scaling.beta_slow)), width - 1)
@@ -38,7 +47,7 @@ def inverse_frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
     return frequencies * (1 - interpolated) + frequencies / scaling.factor * interpolated
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _tables(config: ModelConfig, compressed: bool) -> np.ndarray:
     """[2 (high, low), 2 (cos, sin), 1024, rope / 2] float32."""
     frequencies = inverse_frequencies(config, compressed)
@@ -46,8 +55,12 @@ def _tables(config: ModelConfig, compressed: bool) -> np.ndarray:
     return np.stack([np.stack([np.cos(a), np.sin(a)]) for a in angles]).astype(np.float32)
 
 
-def rotation(config: ModelConfig, compressed: bool, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each [..., rope / 2] float32, of int32 positions [...] in [0, 2^20); a position outside is clamped."""
+def rotation(
+    config: ModelConfig, compressed: bool, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each [..., rope / 2] float32, of int32 positions [...] in [0, 2^20); a position
+    outside is clamped.
+    """
     (cos_high, sin_high), (cos_low, sin_low) = jnp.asarray(_tables(config, compressed))
     positions = jnp.clip(positions, 0, MAX_POSITIONS - 1)
     high, low = positions // _STEP, positions % _STEP
@@ -56,7 +69,9 @@ def rotation(config: ModelConfig, compressed: bool, positions: jax.Array) -> tup
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array], inverse: bool = False) -> jax.Array:
-    """Rotates neighbouring pairs of the last `rope` channels. x [..., C]; cos, sin broadcastable to [..., rope / 2]."""
+    """Rotates neighbouring pairs of the last `rope` channels. x [..., C]; cos, sin broadcastable to
+    [..., rope / 2].
+    """
     cos, sin = rotation
     sin = -sin if inverse else sin
     width = 2 * cos.shape[-1]
