@@ -3,6 +3,7 @@
 #   make demo            text from the embedded checkpoint; PROMPT="..." to choose the prompt
 #   make test            the test suite
 #   make heavy           what it leaves out: whole runs on four devices, the full-size model compiled (the latter with EXTRAS=test,train,tpu-aot)
+#   make lint            ruff: what CI asks for; `make format` mends what can be mended
 #   make parity          comparison with Hugging Face transformers (installs torch, CPU build pinned in pyproject.toml)
 #   make test-newest PYTHON=python3.13
 #                        the quick part of the suite on the newest jax that this Python can have, in .venv-newest
@@ -33,7 +34,7 @@ TEST_ENV += JAX_COMPILATION_CACHE_DIR=$(CACHE) JAX_PERSISTENT_CACHE_MIN_COMPILE_
 endif
 PYTEST = -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
-.PHONY: help demo test heavy parity test-newest
+.PHONY: help demo test heavy lint format parity test-newest
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +48,14 @@ test: .venv/.installed-$(EXTRAS)
 
 heavy: .venv/.installed-$(EXTRAS)
 	$(TEST_ENV) $(BIN)/python $(PYTEST) -m heavy --ignore=tests/parity tests
+
+lint: .venv/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/.installed-lint
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
 
 # One environment for test and parity: jax is the larger part of both, and the same jax should be measured by both.
 parity: .venv/.installed-test,parity
