@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from dspark_jax import config_transformers
 from dspark_jax.checkpoints.json_file import read_json
 from dspark_jax.config_checks import FLOATS, TUPLES, RopeScaling, is_int, is_number, problems
 from dspark_jax.errors import ConfigError
@@ -143,16 +144,6 @@ class ModelConfig:
         """N: main layers whose output is captured for the drafter."""
         return len(self.dspark_target_layer_ids)
 
-    def layer_ratio(self, layer: int) -> int:
-        """Compress ratio of main layer `layer`: 0 window only, 4 overlapped with indexer, any other
-        plain.
-        """
-        return self.compress_ratios[: self.num_hidden_layers][layer]
-
-    def is_hash(self, layer: int) -> bool:
-        """Whether main layer `layer` routes by token id. Draft stages never do."""
-        return layer < self.num_hash_layers
-
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "the model config") -> "ModelConfig":
         """Reads either key family. Raises one ConfigError that lists every problem; `source` names
@@ -162,6 +153,8 @@ class ModelConfig:
             raise ConfigError(
                 f"{source}: expected an object of keys and values, got {type(values).__name__}"
             )
+        if config_transformers.is_transformers(values):
+            values = config_transformers.official_keys(values, source)
         values, found = _canonical(values)
         _refuse_other_kinds(values, source)
         found += _refused_values(values)
