@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dspark_jax.decode import gate
+from dspark_jax.decode import gate, sampling
 from dspark_jax.decode.gate import GateConfig, GateState
 from dspark_jax.model.cache import Cache, commit
 from dspark_jax.model.dspark import DSpark, Limits, extend_step
@@ -70,18 +70,6 @@ class Verdict:
     logits: jax.Array
 
 
-def choose_token(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """logits [..., V] -> the best id (the lowest among equals) int32, top1 - top2 float32, and
-    whether the best is a finite number.
-
-    A NaN anywhere makes the best NaN, so nothing slips through as an index.
-    """
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    top = jnp.max(logits, axis=-1)
-    others = jnp.where(jnp.arange(logits.shape[-1]) == best[..., None], -jnp.inf, logits)
-    return best, top - jnp.max(others, axis=-1), jnp.isfinite(top)
-
-
 def plain_step(module: DSpark, limits: Limits, state: RoundState) -> Verdict:
     """One row of every stream that is not done; the drafter's rings are left alone."""
     active = ~state.done
@@ -89,7 +77,7 @@ def plain_step(module: DSpark, limits: Limits, state: RoundState) -> Verdict:
     y, _, cache, _ = module.main.extend(state.cache, tokens, active.astype(jnp.int32), "decode")
     logits = module.main.logits(y)[:, :1]
     cache = commit(cache, active.astype(jnp.int32))
-    return Verdict(cache, choose_token(logits)[0], jnp.zeros_like(state.anchor), logits)
+    return Verdict(cache, sampling.choose(logits), jnp.zeros_like(state.anchor), logits)
 
 
 def verify_block(
@@ -102,7 +90,7 @@ def verify_block(
     tokens = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
     y, _, cache = extend_step(module, state.cache, tokens, jnp.where(active, n + 1, 0), "decode")
     logits = module.main.logits(y)
-    said = choose_token(logits)[0]
+    said = sampling.choose(logits)
     match = (said[:, :-1] == drafts) & (jnp.arange(drafts.shape[1]) < n[:, None])
     accepted = jnp.sum(jnp.cumprod(match, axis=1), axis=1).astype(jnp.int32)
     return Verdict(commit(cache, jnp.where(active, accepted + 1, 0)), said, accepted, logits)
@@ -121,7 +109,7 @@ def verify_sequentially(
         tokens = jnp.pad(token[:, None], [(0, 0), (0, limits.decode_rows - 1)])
         y, _, cache = extend_step(module, verdict.cache, tokens, going.astype(jnp.int32), "decode")
         logits = module.main.logits(y)[:, 0]
-        said = choose_token(logits)[0]
+        said = sampling.choose(logits)
         draft = drafts[:, jnp.minimum(i, block - 1)]
         match = going & (i < n) & (said == draft)
         verdict = Verdict(
@@ -211,7 +199,7 @@ def step(
         verify = {"sequential": verify_sequentially, "block": verify_block}[mode]
         state, output, verdict = speculative_step(module, limits, config, verify, state)
     wanted = _wanted(state, output, stop_ids)
-    broken = wanted & ~jnp.isfinite(jnp.max(verdict.logits, axis=-1))
+    broken = wanted & ~sampling.finite(verdict.logits)
     first = jnp.argmax(broken, axis=1).astype(jnp.int32)
     output = output.replace(emitted=jnp.where(broken.any(axis=1), first, output.emitted))
     state = state.replace(faulty=jnp.where(broken.any(axis=1), before + first, state.faulty))
@@ -255,7 +243,7 @@ def _advance(
     stream.
     """
     last = jnp.maximum(output.emitted - 1, 0)[:, None]
-    _, margin, _ = choose_token(jnp.take_along_axis(verdict.logits, last[..., None], axis=1)[:, 0])
+    chosen_by = jnp.take_along_axis(verdict.logits, last[..., None], axis=1)[:, 0]
     stopped = jnp.any(_stops(output, stop_ids), axis=1)
     remaining = state.remaining - output.emitted
     return state.replace(
@@ -263,7 +251,7 @@ def _advance(
         anchor=jnp.where(
             state.done, state.anchor, jnp.take_along_axis(output.tokens, last, axis=1)[:, 0]
         ),
-        margin=jnp.where(state.done, state.margin, margin),
+        margin=jnp.where(state.done, state.margin, sampling.margin(chosen_by)),
         remaining=remaining,
         done=state.done | stopped | (remaining <= 0) | (state.faulty >= 0),
     )
@@ -304,9 +292,11 @@ def run(
 
 
 def begin(module: DSpark, cache: Cache, tokens: jax.Array, valid: jax.Array):
-    """One prefill chunk, tokens [B, T] of which valid [B] count: the cache, committed, and
-    `choose_token` of the last valid row.
+    """One prefill chunk, tokens [B, T] of which valid [B] count: the cache, committed, and what the
+    last valid row says: the token, its margin, and whether its logits are finite.
     """
     y, _, cache = extend_step(module, cache, tokens, valid, "prefill")
     last = jnp.take_along_axis(y, (valid - 1)[:, None, None], axis=1)
-    return commit(cache, valid), choose_token(module.main.logits(last)[:, 0])
+    logits = module.main.logits(last)[:, 0]
+    said = sampling.choose(logits), sampling.margin(logits), sampling.finite(logits)
+    return commit(cache, valid), said

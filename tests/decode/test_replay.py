@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 
+from dspark_jax.commands import replay as command
 from dspark_jax.decode import gate, replay
 from dspark_jax.errors import ConfigError
 
@@ -205,7 +206,7 @@ def test_verify_costs_that_are_given_are_used(given, tmp_path, capsys, monkeypat
     if given == "variable":
         monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_VERIFY_SLOPE_MS", "109")
     if given == "config":
-        text = replay.render(replay.replay(path, gate.GateConfig()))
+        text = command.render(replay.replay(path, gate.GateConfig()))
     else:
         assert run_cli(path, *options) == 0
         text = capsys.readouterr().out
@@ -223,12 +224,12 @@ def test_defaults_that_agree_with_the_recording_stay():
 
 def test_the_environment_sets_the_gate(monkeypatch):
     monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_MARGIN", "1e6")
-    assert set(sum(replay.replay(synthetic())["chosen"].values(), [])) == {BLOCK}
+    assert set().union(*replay.replay(synthetic())["chosen"].values()) == {BLOCK}
 
 
 def run_cli(*argv):
     parser = argparse.ArgumentParser()
-    replay.add_parser(parser.add_subparsers())
+    command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["replay", *map(str, argv)])
     return args.run(args)
 
@@ -263,7 +264,7 @@ def test_the_command_prints_json(tmp_path, capsys):
 
 
 def test_a_verify_cost_far_from_the_recorded_one_is_pointed_out():
-    assert "a full verify took 7" in replay.render(
+    assert "a full verify took 7" in command.render(
         replay.replay(synthetic(), gate.GateConfig(verify_base_ms=1))
     )
 

@@ -8,7 +8,6 @@ stream 0 where it says so.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -333,22 +332,3 @@ def test_a_fault_is_of_one_stream(model, prompts, start, plain, mode):
     assert state.faulty.tolist() == [len(prompts[0]), -1] and state.done.tolist() == [True, False]
     assert output.emitted[0] == 0 < output.emitted[1]
     assert same_bits(logits[1, 0], plain[1][1, 0])
-
-
-def test_choosing_a_token():
-    nan, inf = np.nan, np.inf
-    logits = np.array(
-        [
-            [1, 3, 2, 3],
-            [0, -inf, -1, -4],
-            [-inf] * 4,
-            [0, nan, 9, 1],
-            [0, inf, 1, 2],
-            [-5, -5, -7, -5],
-        ],
-        np.float32,
-    )
-    best, margin, finite = (np.asarray(x) for x in rounds.choose_token(jnp.asarray(logits)))
-    assert best[[0, 1, 5]].tolist() == [1, 0, 0], "the lowest of equals"
-    assert margin[[0, 1, 5]].tolist() == [0, 1, 0]
-    assert finite.tolist() == [True, True, False, False, False, True]
