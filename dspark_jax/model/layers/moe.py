@@ -67,6 +67,17 @@ class SharedExpert(nnx.Module):
         return self.numerics.linear(hidden.astype(self.numerics.dtype), self.w2)
 
 
+def router_scores(logits: jax.Array) -> jax.Array:
+    """sqrt(softplus(logits)), float32.
+
+    From about -87 down softplus is a subnormal number, which XLA flushes to zero, and all weights
+    would be 0 / 0. There the root is exp(logit / 2) to the last bit, which is far from subnormal.
+    """
+    smallest = -80.0
+    usual = jnp.sqrt(jax.nn.softplus(jnp.maximum(logits, smallest)))
+    return jnp.where(logits < smallest, jnp.exp(logits / 2), usual)
+
+
 class MoE(nnx.Module):
     """Router, routed experts and shared expert of one layer. Tensors `ffn.*` of spec section 2.
 
@@ -95,7 +106,7 @@ class MoE(nnx.Module):
         """x [..., D], token ids [...] -> chosen experts [..., A] int32, their weights [..., A]
         float32, all scores [..., E].
         """
-        scores = jnp.sqrt(jax.nn.softplus(dot(x, self.gate)))
+        scores = router_scores(dot(x, self.gate))
         if self.hashed:
             chosen = self.table[...][ids]
             picked = jnp.take_along_axis(scores, chosen, axis=-1)
