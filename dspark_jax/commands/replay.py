@@ -97,10 +97,11 @@ def _verify_note(result):
     """A line where the costs of a verify are the recording's, or another one than the config's is
     recorded.
     """
+    from dspark_jax.decode.gate import GateConfig, verify_ms
     from dspark_jax.decode.replay import far_from
 
-    recorded, costs = result["recorded_verify_ms"], result["costs"]
-    assumed = costs["verify_base_ms"] + costs["verify_slope_ms"] * result["block_size"]
+    recorded = result["recorded_verify_ms"]
+    assumed = verify_ms(GateConfig(**result["costs"]), result["block_size"])
     if result["verify_costs_from"] == "recording":
         return [
             "",

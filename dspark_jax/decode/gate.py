@@ -5,10 +5,10 @@ millisecond. It learns, while the stream runs, how often a draft with a given co
 right: scores fall into six buckets, each with a decayed count of what was observed. It never
 changes which tokens come out, only how fast.
 
-    p_i         = (matches + 2 * 0.75) / (observed + 2)          of the bucket of the score of draft i
+    p_i          = (matches + 2 * 0.75) / (observed + 2)        of the bucket of draft i's score
     E[tokens(n)] = 1 + p_1 + p_1 p_2 + ... + p_1 ... p_n
-    cost(0)     = plain_ms,   cost(n) = draft_ms + verify_base_ms + verify_slope_ms * n        [ms]
-    n*          = argmax of E[tokens(n)] / cost(n), the smaller n on a tie
+    cost(n)      = draft_ms + verify_base_ms + verify_slope_ms * n,   cost(0) = plain_ms    [ms]
+    n*           = argmax of E[tokens(n)] / cost(n), the smaller n on a tie
 
 n* != K is taken only if its rate is at least `margin` times the rate of K; a choice in
 1..min_draft-1 is raised to min_draft. Rates are compared by cross-multiplication, so that equal
@@ -18,9 +18,12 @@ Everything is pure, batched over streams and usable inside jit. The numbers of a
 leaves of a pytree: changing one compiles nothing. B: streams, K: draft block.
 
     state = init(config, B)
-    n = choose(config, state, confidence)                            # per round; skip the draft before where margin_skip(...)
-    state = observe(config, state, confidence, accepted, verified)   # what the round showed
-    state = note_skipped(state, skipped, by_margin)                  # rounds that verified nothing
+    skip = margin_skip(config, margin)             # each round: is there to be a draft at all?
+    n = choose(config, state, confidence)          # how many of its tokens are verified
+    state = learn(config, state, Outcome(...))     # what the round showed
+
+`learn` is `observe` (what became of the drafts) and `note_skipped` (rounds that verified nothing),
+which stay for programs that want them one by one.
 """
 
 import functools
@@ -30,18 +33,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decode.gate_config import GateConfig, refuse_long_min_draft, validate
+from dspark_jax.decode.gate_config import (
+    GateConfig,
+    refuse_long_min_draft,
+    round_ms,
+    validate,
+    verify_ms,
+)
 
 __all__ = [
     "GateConfig",
     "GateState",
+    "Outcome",
     "choose",
     "init",
+    "learn",
     "margin_skip",
     "note_skipped",
     "observe",
+    "round_ms",
     "stats",
     "validate",
+    "verify_ms",
 ]
 
 BUCKET_EDGES = (-0.5, 0.5, 1.5, 3.0, 6.0)
@@ -59,17 +72,35 @@ class GateState(NamedTuple):
 
     # f32 [B, 6]: drafts of the bucket that matched, each round counting decay times the next, >= 0
     matches: jax.Array
-    observed: (
-        jax.Array
-    )  # f32 [B, 6]: drafts of the bucket whose fate was seen, decayed alike, >= matches
-    rounds: jax.Array  # i32 [B]: rounds so far, skipped ones included
-    truncated: (
-        jax.Array
-    )  # i32 [B]: rounds for which the gate chose some but not all drafts, 0 < n < K
-    skipped: jax.Array  # i32 [B]: rounds for which it chose none, for either reason
-    margin_skipped: (
-        jax.Array
-    )  # i32 [B]: of those, rounds skipped before the draft by the logit margin
+    # f32 [B, 6]: drafts of the bucket whose fate was seen, decayed alike, >= matches
+    observed: jax.Array
+    # i32 [B]: rounds so far, skipped ones included
+    rounds: jax.Array
+    # i32 [B]: rounds for which the gate chose some but not all drafts, 0 < n < K
+    truncated: jax.Array
+    # i32 [B]: rounds for which it chose none, for either reason
+    skipped: jax.Array
+    # i32 [B]: of those, rounds skipped before the draft by the logit margin
+    margin_skipped: jax.Array
+
+
+class Outcome(NamedTuple):
+    """What became of one round of B streams. A stream that made no round has chosen 0 and is not
+    skipped.
+    """
+
+    # f32 [B, K]: the drafts' scores; of no meaning where there was no draft
+    confidence: jax.Array
+    # i32 [B], 0..verified: leading drafts that matched
+    accepted: jax.Array
+    # i32 [B], 0..chosen: drafts that were verified; fewer than chosen at the end of the cache
+    verified: jax.Array
+    # i32 [B], 0..K: what `choose` said, 0 after a margin skip
+    chosen: jax.Array
+    # bool [B]: a round was made and no draft was to be verified, for either reason
+    skipped: jax.Array
+    # bool [B]: of those, there was no draft because of the logit margin
+    by_margin: jax.Array
 
 
 def init(config: GateConfig, batch: int) -> GateState:
@@ -122,6 +153,15 @@ def _choose(config, state, confidence):
     return jnp.where(config.enabled, jnp.minimum(n, block), block).astype(jnp.int32)
 
 
+def learn(config: GateConfig, state: GateState, outcome: Outcome) -> GateState:
+    """The state after a round: what it showed is learned, and every stream that made it counts it
+    once.
+    """
+    o = outcome
+    state = observe(config, state, o.confidence, o.accepted, o.verified, o.chosen)
+    return note_skipped(state, o.skipped, o.by_margin)
+
+
 def observe(
     config: GateConfig, state: GateState, confidence, accepted, verified, chosen=None
 ) -> GateState:
@@ -130,10 +170,11 @@ def observe(
 
     A stream with verified n > 0 first decays all its buckets, then adds the drafts 0..min(accepted,
     n-1): what lies behind the first rejection is censored, neither a match nor a miss. A stream
-    with verified 0 observes and decays nothing. chosen i32 [B]: what `choose` said, where the end
-    of the cache had room for fewer; None: as verified. It decides what is
-    counted: a round that the cache cut short is not one that the gate truncated. A stream with
-      chosen 0 counts nothing.
+    with verified 0 observes and decays nothing.
+
+    chosen i32 [B]: what `choose` said, where the end of the cache had room for fewer; None: as
+    verified. It decides what is counted: a round that the cache cut short is not one that the gate
+    truncated. A stream with chosen 0 counts nothing.
     """
     as_count = functools.partial(jnp.asarray, dtype=jnp.int32)
     chosen = verified if chosen is None else chosen
@@ -230,9 +271,5 @@ def _expected_tokens(rates, confidence):
 
 
 def _costs(config, block):
-    """K+1 scalars f32, ms: cost(0) is a plain step; a draft already paid for is not charged to it."""
-    verify = [config.verify_base_ms + config.verify_slope_ms * n for n in range(1, block + 1)]
-    return [
-        jnp.asarray(ms, jnp.float32)
-        for ms in [config.plain_ms] + [config.draft_ms + ms for ms in verify]
-    ]
+    """K+1 scalars f32, ms. cost(0) is a plain step: a draft already made is not charged to it."""
+    return [jnp.asarray(round_ms(config, n), jnp.float32) for n in range(block + 1)]

@@ -93,10 +93,7 @@ def validate(config: GateConfig, block_size: int) -> None:
         if problem:
             raise ConfigError(f"gate {field.name}: {problem}")
     refuse_long_min_draft(config, block_size)
-    cheapest, dearest = (
-        config.draft_ms + config.verify_base_ms + config.verify_slope_ms * n
-        for n in (1, block_size)
-    )
+    cheapest, dearest = (round_ms(config, n) for n in (1, block_size))
     if not cheapest >= FLOAT32_TINY:
         raise ConfigError(
             "gate draft_ms, verify_base_ms and verify_slope_ms are all 0: a verified draft must "
@@ -108,6 +105,18 @@ def validate(config: GateConfig, block_size: int) -> None:
             f"would cost {dearest:g} ms, "
             "which float32 cannot hold; use smaller numbers"
         )
+
+
+def round_ms(config: GateConfig, n: int):
+    """What a round costs, ms, in which n drafts are verified; n = 0: a plain step, without a draft
+    that may have been made before.
+    """
+    return config.plain_ms if n == 0 else config.draft_ms + verify_ms(config, n)
+
+
+def verify_ms(config: GateConfig, n: int):
+    """What verifying n drafts costs, ms, n >= 1."""
+    return config.verify_base_ms + config.verify_slope_ms * n
 
 
 def _variable(name):

@@ -7,8 +7,10 @@ tokens per second under four accountings:
 
 * plain       one token per plain step;
 * always_k    the whole block is verified in every round;
-* published   the gate's choices; a round that it skips is charged plain_ms only, as the table published with the gate does;
-* charged     the same choices; a skipped round is charged draft_ms + plain_ms, since its draft was already paid for.
+* published   the gate's choices; a round that it skips is charged plain_ms only, as the table
+              published with the gate does;
+* charged     the same choices; a skipped round is charged draft_ms + plain_ms, since its draft was
+              already paid for.
 
 A skipped round (n = 0) emits one token; a verified one min(accept, n) + 1. The file has no logit
 margins, so `margin_threshold` has no effect here.
@@ -60,7 +62,7 @@ def replay(source, config: gate_config.GateConfig | None = None) -> dict:
         config is None and not _says_what_a_verify_costs(os.environ),
     )
     config = gate_config.GateConfig.from_env() if config is None else config
-    adapts = adapts and far_from(recorded, config.verify_base_ms + config.verify_slope_ms * block)
+    adapts = adapts and far_from(recorded, gate.verify_ms(config, block))
     if adapts:
         config = dataclasses.replace(config, verify_base_ms=recorded, verify_slope_ms=0)
     config = dataclasses.replace(
@@ -108,10 +110,9 @@ def _choices(config, rounds):
     for record in rounds:
         confidence = jnp.asarray([record["conf"]], jnp.float32)
         n = gate.choose(config, state, confidence)
-        accepted = jnp.minimum(n, record["accept"])
-        state = gate.note_skipped(
-            gate.observe(config, state, confidence, accepted, n), n == 0, jnp.zeros((1,), bool)
-        )
+        accepted, never = jnp.minimum(n, record["accept"]), jnp.zeros((1,), bool)
+        outcome = gate.Outcome(confidence, accepted, n, n, skipped=n == 0, by_margin=never)
+        state = gate.learn(config, state, outcome)
         chosen.append(int(n[0]))
     return chosen
 
@@ -119,22 +120,16 @@ def _choices(config, rounds):
 def _ms_per_token(config, rounds, chosen, block):
     """{accounting: ms per token} of one prompt."""
 
-    def cost(n, skipped_ms):
-        return (
-            config.draft_ms + config.verify_base_ms + config.verify_slope_ms * n
-            if n
-            else skipped_ms
-        )
-
-    def per_token(lengths, skipped_ms=0.0):
+    def per_token(lengths, skipped_draft_ms=0.0):
         tokens = sum(min(record["accept"], n) + 1 for record, n in zip(rounds, lengths))
-        return sum(cost(n, skipped_ms) for n in lengths) / tokens
+        ms = sum(gate.round_ms(config, n) + (0 if n else skipped_draft_ms) for n in lengths)
+        return ms / tokens
 
     return {
         "plain": config.plain_ms,
         "always_k": per_token([block] * len(rounds)),
-        "published": per_token(chosen, config.plain_ms),
-        "charged": per_token(chosen, config.draft_ms + config.plain_ms),
+        "published": per_token(chosen),
+        "charged": per_token(chosen, skipped_draft_ms=config.draft_ms),
     }
 
 

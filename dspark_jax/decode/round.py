@@ -144,8 +144,8 @@ def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify,
     chosen = jnp.where(active & ~by_margin, gate.choose(config, state.gate, confidence), 0)
     n = jnp.minimum(chosen, room)
     verdict = verify(module, limits, state, drafts, n)
-    learned = gate.observe(config, state.gate, confidence, verdict.accepted, n, chosen)
-    learned = gate.note_skipped(learned, active & (chosen == 0), by_margin)
+    skipped = active & (chosen == 0)
+    outcome = gate.Outcome(confidence, verdict.accepted, n, chosen, skipped, by_margin)
     output = RoundOutput(
         tokens=verdict.tokens,
         emitted=jnp.where(active, verdict.accepted + 1, 0),
@@ -154,11 +154,9 @@ def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify,
         accepted=verdict.accepted,
         confidence=confidence,
         margin=state.margin,
-        skipped=jnp.where(
-            by_margin, MARGIN_SKIP, jnp.where(active & (chosen == 0), GATE_SKIP, NOT_SKIPPED)
-        ),
+        skipped=jnp.where(by_margin, MARGIN_SKIP, jnp.where(skipped, GATE_SKIP, NOT_SKIPPED)),
     )
-    return state.replace(gate=learned), output, verdict
+    return state.replace(gate=gate.learn(config, state.gate, outcome)), output, verdict
 
 
 def _draft_unless(

@@ -286,6 +286,35 @@ def test_a_skipped_round_observes_and_decays_nothing():
     assert state.margin_skipped.tolist() == [1, 0, 0] and state.truncated.tolist() == [0, 0, 0]
 
 
+def test_learning_from_a_round_is_observing_it_and_noting_what_was_skipped():
+    """A whole block, a truncated one, one cut short by the cache, a skip for either reason, and a
+    stream that is done; bit for bit.
+    """
+    rows = [(3, 5, 5, 0, 0), (2, 2, 2, 0, 0), (1, 1, 5, 0, 0), (0, 0, 5, 0, 0)]
+    rows += [(0, 0, 0, 1, 0), (0, 0, 0, 1, 1), (0, 0, 0, 0, 0)]
+    accepted, verified, chosen, skipped, by_margin = map(np.array, zip(*rows))
+    skipped, by_margin = skipped.astype(bool), by_margin.astype(bool)
+    conf = np.random.default_rng(8).normal(0, 3, (len(rows), 5)).astype(np.float32)
+    before = state_with([2.5] * 6, [4.25] * 6, batch=len(rows))
+    after = gate.learn(
+        ON, before, gate.Outcome(conf, accepted, verified, chosen, skipped, by_margin)
+    )
+    apart = gate.observe(ON, before, conf, accepted, verified, chosen)
+    apart = gate.note_skipped(apart, skipped, by_margin)
+    for a, b in zip(after, apart):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert after.rounds.tolist() == [1] * 6 + [0]
+    assert after.truncated.tolist() == [0, 1, 0, 0, 0, 0, 0]
+    assert after.skipped.tolist() == [0, 0, 0, 0, 1, 1, 0]
+    assert after.margin_skipped.tolist() == [0, 0, 0, 0, 0, 1, 0]
+
+
+def test_what_a_round_costs():
+    config = gate.GateConfig(draft_ms=7, verify_base_ms=20, verify_slope_ms=3, plain_ms=11)
+    assert [gate.round_ms(config, n) for n in range(4)] == [11, 30, 33, 36]
+    assert [gate.verify_ms(config, n) for n in (1, 3)] == [23, 29]
+
+
 @pytest.mark.parametrize(
     "config, skipped",
     [
