@@ -21,7 +21,7 @@ from flax import struct
 from dspark_jax.decode import gate, sampling
 from dspark_jax.decode.gate import GateConfig, GateState
 from dspark_jax.model.cache import Cache, commit
-from dspark_jax.model.dspark import DSpark, Limits, extend_step
+from dspark_jax.model.dspark import DSpark, Limits, draft_step, extend_step
 
 NOT_SKIPPED, GATE_SKIP, MARGIN_SKIP = 0, 1, 2
 ROUNDS_PER_CALL = 32
@@ -169,7 +169,7 @@ def _draft_unless(
     batch = state.anchor.shape[0]
 
     def body(carry):
-        draft = module.drafter.draft(module.main, state.cache, state.anchor)
+        draft = draft_step(module, state.cache, state.anchor)
         return jnp.bool_(True), draft.tokens, draft.confidence
 
     empty = skip, jnp.zeros((batch, block), jnp.int32), jnp.zeros((batch, block), jnp.float32)

@@ -17,9 +17,9 @@ from dspark_jax.decode.request import check_ids
 from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.loading.load import Model
 from dspark_jax.model import cache as caches
+from dspark_jax.model import dspark
 from dspark_jax.model.cache import Cache
 from dspark_jax.model.drafter import Draft
-from dspark_jax.model.dspark import extend_step
 from dspark_jax.runtime.backend import jit
 from dspark_jax.runtime.sharding import (
     cache_shardings,
@@ -34,7 +34,7 @@ def new_cache(model: Model, batch: int = 1) -> Cache:
     """An empty cache for `batch` streams."""
     limits = model.limits
     shapes = jax.eval_shape(
-        lambda: caches.new_cache(
+        lambda: dspark.new_cache(
             model.config, batch, limits.max_seq_len, limits.rows, jnp.dtype(model.numerics.dtype)
         )
     )
@@ -205,12 +205,12 @@ def check_rows(model: Model, cache: Cache, tokens: np.ndarray, valid: np.ndarray
 
 
 def _extend(regime, module, cache, tokens, valid):
-    y, hidden, cache = extend_step(module, cache, tokens, valid, regime)
+    y, hidden, cache = dspark.extend_step(module, cache, tokens, valid, regime)
     return module.main.logits(y), hidden, cache
 
 
 def _draft(module, cache, token, hidden):
-    return module.drafter.draft(module.main, cache, token, hidden)
+    return dspark.draft_step(module, cache, token, hidden)
 
 
 def _program(model: Model, name: str):

@@ -18,7 +18,6 @@ from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading import expert_storage
 from dspark_jax.loading.expert_storage import ExpertStorage
 from dspark_jax.loading.sources import ConvertedSource, LeafRecorder, OfficialSource
-from dspark_jax.model.cache import new_cache
 from dspark_jax.model.dspark import (
     MAX_SEQ_LEN,
     DSpark,
@@ -26,6 +25,7 @@ from dspark_jax.model.dspark import (
     default_prefill_chunk,
     make_limits,
     most_rows,
+    new_cache,
 )
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.parameters import ShapeSource, Source

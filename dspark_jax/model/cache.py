@@ -8,6 +8,8 @@ position each slot holds, and masks what it must not see. Rows that were never c
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -41,13 +43,13 @@ class Cache:
 
     position: [B] int32; how many tokens are committed, which is also where the next row goes.
     layers: for each segment of equal layers, for each layer of its unit, a LayerCache.
-    stages: [Z, B, W + rows, C] compute dtype; the draft stages' keys of the main model's captured
-      hidden.
+    drafter: what the drafter remembers, a pytree of its own (drafter.py); axis 1 of every leaf is
+      the streams.
     """
 
     position: jax.Array
     layers: tuple[tuple[LayerCache, ...], ...]
-    stages: jax.Array
+    drafter: Any
 
 
 def entry_block(config: ModelConfig) -> int:
@@ -89,21 +91,17 @@ def new_layer_cache(
     return LayerCache(window, *compressed(config.head_dim), *index)
 
 
-def new_cache(config: ModelConfig, batch: int, max_seq_len: int, rows: int, dtype) -> Cache:
-    """An empty cache for `batch` streams of at most `max_seq_len` tokens, fed at most `rows` tokens
-    a call.
-    """
-    layers = tuple(
+def new_layers(
+    config: ModelConfig, batch: int, max_seq_len: int, rows: int, dtype
+) -> tuple[tuple[LayerCache, ...], ...]:
+    """The main model's part of an empty cache; see `dspark.new_cache`."""
+    return tuple(
         tuple(
             new_layer_cache(config, kind, s.repeats, batch, max_seq_len, rows, dtype)
             for kind in s.unit
         )
         for s in segments(config)
     )
-    stages = jnp.zeros(
-        (config.n_draft_stages, batch, config.sliding_window + rows, config.head_dim), dtype
-    )
-    return Cache(jnp.zeros((batch,), jnp.int32), layers, stages)
 
 
 def commit(cache: Cache, n: jax.Array) -> Cache:

@@ -1,31 +1,26 @@
-"""The DSpark drafter (spec section 11): three stages, a Markov head and a confidence head on top of
-the main model's hidden states.
+"""What a drafter is: anything that proposes the next K tokens of a stream and says how sure it is.
+
+The loop of rounds, the gate and the cache know a drafter by the three methods below and by nothing
+else. DSpark's is `dspark_drafter.py`; another one is a file beside it and an entry in
+`dspark.drafter_class`.
 """
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import jax
-import jax.numpy as jnp
-from flax import nnx, struct
+from flax import struct
 
 from dspark_jax.config import ModelConfig
-from dspark_jax.model.cache import Cache, in_window, write
-from dspark_jax.model.layers.attention import absorb, finish, start
-from dspark_jax.model.layers.block import Block
 from dspark_jax.model.layers.cached import Rows
-from dspark_jax.model.layers.hyper_connection import Collapse
-from dspark_jax.model.layers.norm import RMSNorm
-from dspark_jax.model.layers.numerics import Numerics, dot
-from dspark_jax.model.layers.rope import rotation
-from dspark_jax.model.main import MainModel, at_least_two_rows
-from dspark_jax.model.parameters import Maker, Source
-from dspark_jax.model.segments import LayerKind, scan_layers
+from dspark_jax.model.main import MainModel
 
 
 @struct.dataclass
 class Draft:
-    """tokens: [B, K] int32 proposed ids. logits: [B, K, V] float32, Markov term included.
-    confidence: [B, K] float32, raw.
+    """tokens: [B, K] int32 proposed ids. logits: [B, K, V] float32, those that the tokens were
+    chosen by. confidence: [B, K] float32, raw; what the gate reads.
 
     The confidence of a draft whose largest logit is not finite is NaN: damaged weights show in it,
     whichever tensor they are in.
@@ -36,143 +31,50 @@ class Draft:
     confidence: jax.Array
 
 
-class Drafter(nnx.Module):
-    """Tensors `mtp.*`. It has no embedding and no head of its own: it uses the main model's."""
+class Drafter(Protocol):
+    """The three methods of a drafter, which is an nnx.Module.
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, source: Source):
-        self.config, self.numerics = config, numerics
-        d, v, last = config.hidden_size, config.vocab_size, config.n_draft_stages - 1
-        stages = Maker(source, tuple(f"mtp.{s}." for s in range(config.n_draft_stages)))
-        first, final = (
-            Maker(source, ("mtp.0.",), stacked=False),
-            Maker(source, (f"mtp.{last}.",), stacked=False),
-        )
-        self.stages = nnx.List([Block(config, numerics, LayerKind(ratio=0, hashed=False), stages)])
-        self.main_proj = first("main_proj", (d, config.n_hidden_taps * d), "fp8", product=True)
-        self.main_norm = RMSNorm("main_norm", d, config.rms_norm_eps, numerics.dtype, first)
-        self.collapse = Collapse(config, numerics.dtype, final)
-        self.norm = RMSNorm("norm", d, config.rms_norm_eps, numerics.dtype, final)
-        rank = config.dspark_markov_rank
-        self.markov_w1 = final("markov_head.markov_w1.weight", (v, rank), "bf16", init="embedding")
-        self.markov_w2 = final("markov_head.markov_w2.weight", (v, rank), "bf16", product=True)
-        self.confidence = final("confidence_head.proj.weight", (1, d + rank), "bf16")
+    Its memory is a pytree of its own, `Cache.drafter`. Axis 1 of every leaf is the streams (axis 0
+    stages or layers, say): a mesh cuts it there. What is remembered of a position is addressed by
+    that position, as everywhere in the cache (cache.py), so that nothing has to be undone where
+    drafts are rejected.
 
-    def main_x(self, hidden: jax.Array) -> jax.Array:
-        """Captured hidden [B, T, N*D] -> what the stages' keys are made of, [B, T, D]."""
-        return self.main_norm(self.numerics.linear(hidden, self.main_proj))
+    Nothing that a drafter says changes the output, only how fast it comes.
+    """
 
-    def stage_keys(self, hidden: jax.Array, turn) -> jax.Array:
-        """hidden [B, T, N*D] and its rotation -> [Z, B, T, C], the keys of every stage."""
-        x = self.main_x(hidden)
-        return scan_layers(
-            self.stages,
-            None,
-            lambda blocks, i, carry: (carry, blocks[0].attn.keys(x, turn)),
-            whole_experts=True,
-        )[1]
+    @staticmethod
+    def new_cache(config: ModelConfig, batch: int, max_seq_len: int, rows: int, dtype) -> Any:
+        """The memory of `batch` streams of at most `max_seq_len` tokens before their first token,
+        in the compute dtype. rows: the most rows that one `prime` is given.
+        """
+        ...
 
-    def prime(self, cache: Cache, hidden: jax.Array, rows: Rows) -> Cache:
-        """Writes the stage rings for the rows just computed by the main model."""
-        stages, slots = cache.stages, rows.positions % cache.stages.shape[2]
-        # Stage by stage: for all at once a TPU would first copy the rings to another layout.
-        for stage, keys in enumerate(self.stage_keys(hidden, rows.plain)):
-            stages = write(stages, stage, slots, rows.mask, keys)
-        return cache.replace(stages=stages)
+    def prime(
+        self, main: MainModel, cache: Any, tokens: jax.Array, hidden: jax.Array, rows: Rows
+    ) -> Any:
+        """The memory with the rows that the main model has just computed: the cache in, the cache
+        out, written in place where the caller donates it.
+
+        tokens [B, T], hidden [B, T, N*D] (the captured hidden) and `rows`: positions [B, T], and a
+        mask [B, T] of the rows that count. Writes what belongs to these positions and nothing else;
+        rows that the mask leaves out write nothing. The rows may never be committed: then the same
+        positions come again, with other tokens.
+        """
+        ...
 
     def draft(
-        self, main: MainModel, cache: Cache, token: jax.Array, hidden: jax.Array | None = None
-    ) -> Draft:
-        """Proposes K tokens after `token` [B], which stands at the cache's position and is not
-        computed yet.
-
-        hidden [B, N*D]: a captured hidden to draft from instead of the seed's key in the rings (for
-        this draft only).
-        """
-        rings = cache.stages if hidden is None else self._replace_seed(cache, hidden)
-        y = self.run_stages(main, rings, cache.position, token)[0]
-        return self.decode(main, y, token)
-
-    def _replace_seed(self, cache: Cache, hidden: jax.Array) -> jax.Array:
-        seed = cache.position - 1
-        turn = rotation(self.config, False, seed[:, None])
-        # Two rows, as everywhere: a CPU multiplies a single row in another order.
-        keys = self.stage_keys(jnp.stack([hidden, hidden], axis=1), turn)[:, :, 0]
-        rings = cache.stages
-        return rings.at[:, jnp.arange(seed.shape[0]), seed % rings.shape[2]].set(
-            keys.astype(rings.dtype)
-        )
-
-    def run_stages(
         self,
         main: MainModel,
-        rings: jax.Array,
+        cache: Any,
         position: jax.Array,
         token: jax.Array,
-        regime: str = "decode",
-    ):
-        """rings [Z, B, ring, C], position and token [B] -> collapsed y [B, K, D], and of every
-        stage (streams, chosen experts).
+        hidden: jax.Array | None = None,
+    ) -> Draft:
+        """K = dspark_block_size proposals for what follows `token` [B], the anchor, which stands at
+        `position` [B] and is not computed yet. The cache stays as it is.
 
-        Every row sees the window up to the seed, at position - 1, and the whole block, which is
-        never written to the rings.
+        The rows up to the seed, at position - 1, have been given to `prime`; what the cache holds
+        of later positions was never committed and must not be looked at. hidden [B, N*D]: a
+        captured hidden to draft from in place of the seed's, for this draft only.
         """
-        block_size = self.config.dspark_block_size
-        noise = jnp.full(
-            (*token.shape, block_size - 1), self.config.dspark_noise_token_id, token.dtype
-        )
-        ids = jnp.concatenate([token[:, None], noise], axis=1)
-        turn = rotation(self.config, False, position[:, None] + jnp.arange(block_size))
-        visible = in_window(position - 1, rings.shape[2], self.config.sliding_window)
-        visible = jnp.broadcast_to(visible[:, None], (*ids.shape, rings.shape[2]))
-
-        def body(blocks, index, streams):
-            def attend(x):
-                return self._attend(blocks[0].attn, x, turn, rings[index], visible)
-
-            streams, _, routing = blocks[0](
-                streams, attend, ids, jnp.ones(ids.shape, bool), regime, layer=index
-            )
-            return streams, (streams, routing[0])
-
-        streams, stages = scan_layers(self.stages, main.streams(ids), body, whole_experts=True)
-        return self.collapse(streams), stages
-
-    def _attend(self, attn, x, turn, ring, visible):
-        _, q = attn.queries(x, turn)
-        running = absorb(start(attn.sink[...], q), q, ring, visible)
-        block = attn.keys(x, turn)
-        running = absorb(running, q, block, jnp.ones((*x.shape[:2], x.shape[1]), bool))
-        return attn.output(finish(running, self.numerics.dtype), turn), None
-
-    def base_logits(self, main: MainModel, y: jax.Array) -> jax.Array:
-        """y [B, K, D] -> [B, K, V] float32, before the Markov term."""
-        return dot(self.norm(y), main.draft_head())
-
-    def decode(self, main: MainModel, y: jax.Array, token: jax.Array) -> Draft:
-        """The Markov head from left to right: each position adds what its predecessor's token says,
-        then takes the best.
-        """
-
-        def step(previous, base):
-            logits = base + self.markov_bias(previous)
-            best = jnp.argmax(logits, axis=-1).astype(token.dtype)
-            return best, (best, logits, previous, jnp.isfinite(jnp.max(logits, axis=-1)))
-
-        base = jnp.moveaxis(self.base_logits(main, y), 1, 0)
-        tokens, logits, previous, finite = jax.tree.map(
-            lambda a: jnp.moveaxis(a, 0, 1), jax.lax.scan(step, token, base)[1]
-        )
-        return Draft(tokens, logits, jnp.where(finite, self.confidences(y, previous), jnp.nan))
-
-    def markov_bias(self, previous: jax.Array) -> jax.Array:
-        """previous [B] token ids -> [B, V] float32."""
-        return at_least_two_rows(lambda x: dot(x, self.markov_w2), self.markov_w1[...][previous])
-
-    def confidences(self, y: jax.Array, previous: jax.Array) -> jax.Array:
-        """y [B, K, D] before the norm, previous [B, K] token ids -> [B, K] float32, raw (no
-        sigmoid).
-        """
-        features = jnp.concatenate(
-            [y, self.markov_w1[...][previous].astype(y.dtype)], axis=-1
-        ).astype(jnp.float32)
-        return jnp.sum(features * self.confidence[...][0].astype(jnp.float32), axis=-1)
+        ...

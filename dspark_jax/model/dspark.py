@@ -1,17 +1,19 @@
-"""The main model with its drafter, the sizes of one call, and the one step that both share."""
+"""The main model with its drafter: the cache, the steps and the sizes of a call that both share."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import ConfigError
-from dspark_jax.model.cache import Cache
-from dspark_jax.model.drafter import Drafter
+from dspark_jax.model.cache import Cache, new_layers
+from dspark_jax.model.drafter import Draft, Drafter
+from dspark_jax.model.dspark_drafter import DSparkDrafter
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.layers.rope import MAX_POSITIONS
 from dspark_jax.model.main import MainModel
@@ -22,12 +24,17 @@ MAX_SEQ_LEN = 4096  # unless said otherwise
 LARGEST_PREFILL_CHUNK = 128
 
 
+def drafter_class(config: ModelConfig) -> type[Drafter]:
+    """The drafter that a config describes. So far there is one."""
+    return DSparkDrafter
+
+
 class DSpark(nnx.Module):
     """The main model and its drafter."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, source: Source):
         self.main = MainModel(config, numerics, source)
-        self.drafter = Drafter(config, numerics, source)
+        self.drafter = drafter_class(config)(config, numerics, source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +52,29 @@ class Limits:
     decode_rows: int
 
 
+def new_cache(config: ModelConfig, batch: int, max_seq_len: int, rows: int, dtype) -> Cache:
+    """An empty cache for `batch` streams of at most `max_seq_len` tokens, fed at most `rows` tokens
+    a call.
+    """
+    sizes = (config, batch, max_seq_len, rows, dtype)
+    position = jnp.zeros((batch,), jnp.int32)
+    return Cache(position, new_layers(*sizes), drafter_class(config).new_cache(*sizes))
+
+
 def extend_step(module: DSpark, cache: Cache, tokens: jax.Array, valid: jax.Array, regime: str):
     """Main model and priming of the drafter: y [B, T, D] before the head, hidden [B, T, N*D],
     cache.
     """
     y, hidden, cache, rows = module.main.extend(cache, tokens, valid, regime)
-    return y, hidden, module.drafter.prime(cache, hidden, rows)
+    primed = module.drafter.prime(module.main, cache.drafter, tokens, hidden, rows)
+    return y, hidden, cache.replace(drafter=primed)
+
+
+def draft_step(
+    module: DSpark, cache: Cache, token: jax.Array, hidden: jax.Array | None = None
+) -> Draft:
+    """Drafts after `token` [B], which stands at the cache's position; see `Drafter.draft`."""
+    return module.drafter.draft(module.main, cache.drafter, cache.position, token, hidden)
 
 
 def default_prefill_chunk(config: ModelConfig) -> int:

@@ -1,8 +1,8 @@
 """Whole sequences at once, without a cache: the differentiable path of training, over the same
 modules.
 
-It shares every parameter, projection and the running softmax with decoding (cached.py, drafter.py);
-only where keys come from differs.
+It shares every parameter, projection and the running softmax with decoding (cached.py,
+dspark_drafter.py); only where the keys come from differs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.model.drafter import Drafter
+from dspark_jax.model.dspark_drafter import DSparkDrafter
 from dspark_jax.model.layers.attention import Running, absorb, finish, start
 from dspark_jax.model.layers.compressor import Compressor
 from dspark_jax.model.layers.rope import rotation
@@ -161,7 +161,11 @@ def _attention_paid(running, q, entries, visible) -> jax.Array:
 
 
 def draft_forward(
-    drafter: Drafter, main: MainModel, hidden: jax.Array, tokens: jax.Array, anchors: jax.Array
+    drafter: DSparkDrafter,
+    main: MainModel,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    anchors: jax.Array,
 ):
     """Teacher-forced drafts at many anchors of each sequence.
 

@@ -22,8 +22,7 @@ from dspark_jax.decode import gate, gate_config
 from dspark_jax.decode import round as rounds
 from dspark_jax.decode.engine import as_data, prefill_program, rounds_program
 from dspark_jax.errors import ConfigError
-from dspark_jax.model import cache as caches
-from dspark_jax.model.dspark import DSpark, make_limits
+from dspark_jax.model.dspark import DSpark, make_limits, new_cache
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.parameters import ShapeSource
 from dspark_jax.runtime.backend import compiling_for
@@ -91,7 +90,7 @@ class _Shapes:
         self.graphdef, self.state = nnx.split(DSpark(config, numerics, source))
         self.limits = make_limits(config, context, None)
         cache = jax.eval_shape(
-            lambda: caches.new_cache(config, streams, context, self.limits.rows, jnp.bfloat16)
+            lambda: new_cache(config, streams, context, self.limits.rows, jnp.bfloat16)
         )
         self.cache = jax.tree.map(self._placed, cache, cache_shardings(mesh, cache))
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import ConfigError
-from dspark_jax.model import cache as caches
-from dspark_jax.model.dspark import DSpark, default_prefill_chunk, most_rows
+from dspark_jax.model.cache import entry_block
+from dspark_jax.model.dspark import DSpark, default_prefill_chunk, most_rows, new_cache
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.layers.rope import MAX_POSITIONS
 from dspark_jax.model.segments import layer_kinds
@@ -101,7 +101,7 @@ def parameter_bytes(config: ModelConfig, mesh: tuple[int, int], dtype="bfloat16"
 def cache_bytes(config: ModelConfig, context: int, dtype="bfloat16") -> int:
     """Bytes of one stream's cache, which a device of its part of the data axis holds whole."""
     rows = most_rows(config, default_prefill_chunk(config))
-    shapes = jax.eval_shape(lambda: caches.new_cache(config, 1, context, rows, jnp.dtype(dtype)))
+    shapes = jax.eval_shape(lambda: new_cache(config, 1, context, rows, jnp.dtype(dtype)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
@@ -117,7 +117,7 @@ def activation_bytes(config: ModelConfig, mesh: tuple[int, int], streams: int) -
     rows = _local(streams, mesh) * (config.dspark_block_size + 1)
     chunk = default_prefill_chunk(config)
     heads = config.num_attention_heads // mesh[1]
-    block = caches.entry_block(config)
+    block = entry_block(config)
 
     def layer(rows):
         streams = 4 * config.hc_mult * config.hidden_size * 4

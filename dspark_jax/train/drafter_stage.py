@@ -14,7 +14,7 @@ from flax import nnx
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.model import whole_sequence
-from dspark_jax.model.drafter import Drafter
+from dspark_jax.model.dspark_drafter import DSparkDrafter
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.main import MainModel
 from dspark_jax.model.parameters import RandomSource
@@ -31,9 +31,9 @@ def build(config: ModelConfig, seed: int) -> tuple[weights.Parts, nnx.GraphDef, 
     official prefixes by path.
     """
     source = weights.PrefixSource(RandomSource(seed + 1))
-    drafter = Drafter(config, Numerics("float32", activation_quant=False), source)
+    drafter = DSparkDrafter(config, Numerics("float32", activation_quant=False), source)
     twin = nnx.split(
-        Drafter(config, Numerics("float32", activation_quant=True), RandomSource(seed)),
+        DSparkDrafter(config, Numerics("float32", activation_quant=True), RandomSource(seed)),
         nnx.Param,
         ...,
     )[0]

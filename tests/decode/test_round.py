@@ -171,12 +171,12 @@ def test_committed_state_is_that_of_plain_decoding(mode, half, start, plain):
     for b in range(2):
         mine, reference = (committed(s.cache, config) for s in (state, plain[2][steps[b]]))
         for name in reference:
-            assert name == "stages" or same_bits(mine[name][b], reference[name][b]), name
+            assert name == "drafter" or same_bits(mine[name][b], reference[name][b]), name
     other = start
     for _ in range(5):
         other = step(half, "block" if mode == "sequential" else "sequential", other)[0]
     assert same_bits(
-        committed(state.cache, config)["stages"], committed(other.cache, config)["stages"]
+        committed(state.cache, config)["drafter"], committed(other.cache, config)["drafter"]
     )
 
 
@@ -268,15 +268,15 @@ def test_a_done_stream_rests(model, start, mode):
         assert not same_bits(getattr(state, name)[1], getattr(start, name)[1])
     assert all(same_bits(x[0], y[0]) for x, y in zip(state.gate, start.gate))
     leaves = zip(
-        jax.tree.leaves((state.cache.layers, state.cache.stages)),
-        jax.tree.leaves((start.cache.layers, start.cache.stages)),
+        jax.tree.leaves((state.cache.layers, state.cache.drafter)),
+        jax.tree.leaves((start.cache.layers, start.cache.drafter)),
     )
     assert all(same_bits(x[:, 0], y[:, 0]) for x, y in leaves)
     assert state.cache.position[0] == start.cache.position[0]
 
 
 def test_plain_leaves_the_drafters_rings_alone(start, plain):
-    assert same_bits(plain[2][9].cache.stages, start.cache.stages)
+    assert same_bits(plain[2][9].cache.drafter.rings, start.cache.drafter.rings)
 
 
 @pytest.mark.parametrize("mode", ["plain", "sequential", "block"])

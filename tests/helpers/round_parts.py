@@ -33,12 +33,12 @@ class ScriptedDrafter(nnx.Module):
         self.tokens = nnx.Variable(jnp.full((MAX_SEQ_LEN + BLOCK + 1,), OWN, jnp.int32))
         self.confidence = nnx.Variable(jnp.full((MAX_SEQ_LEN + BLOCK + 1,), np.nan, jnp.float32))
 
-    def prime(self, cache, hidden, rows):
-        return self.own.prime(cache, hidden, rows)
+    def prime(self, *arguments):
+        return self.own.prime(*arguments)
 
-    def draft(self, main, cache, token, hidden=None):
-        own = self.own.draft(main, cache, token, hidden)
-        at = cache.position[:, None] + 1 + jnp.arange(own.tokens.shape[1])
+    def draft(self, main, cache, position, token, hidden=None):
+        own = self.own.draft(main, cache, position, token, hidden)
+        at = position[:, None] + 1 + jnp.arange(own.tokens.shape[1])
         tokens, confidence = self.tokens[...][at], self.confidence[...][at]
         return Draft(
             jnp.where(tokens == OWN, own.tokens, tokens),

@@ -37,7 +37,8 @@ def committed(cache, config) -> dict[str, np.ndarray]:
     slots has no meaning.
     """
     position = np.asarray(cache.position)
-    state = {"position": position, "stages": _newest(cache.stages, position, config.sliding_window)}
+    rings = _newest(cache.drafter.rings, position, config.sliding_window)
+    state = {"position": position, "drafter": rings}
     for s, (plan, members) in enumerate(zip(segments(config), cache.layers)):
         for m, (kind, layer) in enumerate(zip(plan.unit, members)):
             pooled = kind.ratio * (2 if kind.ratio == 4 else 1)

@@ -15,8 +15,8 @@ import dspark_jax as dspark
 from dspark_jax.checkpoints.official import OfficialCheckpoint
 from dspark_jax.config import ModelConfig, v4_flash_0731
 from dspark_jax.loading.load import DSpark
-from dspark_jax.model import drafter as drafter_module
-from dspark_jax.model.drafter import Drafter
+from dspark_jax.model import dspark_drafter
+from dspark_jax.model.dspark_drafter import DraftCache, DSparkDrafter
 from dspark_jax.model.layers.attention import absorb, finish, start
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.layers.rope import rotation
@@ -199,7 +199,7 @@ def golden_rings(expected):
 
 def compressed_table(monkeypatch):
     monkeypatch.setattr(
-        drafter_module,
+        dspark_drafter,
         "rotation",
         lambda config, compressed, positions: rotation(config, True, positions),
     )
@@ -213,7 +213,7 @@ def causal_block(monkeypatch):
         running = absorb(running, q, attn.keys(x, turn), causal)
         return attn.output(finish(running, self.numerics.dtype), turn), None
 
-    monkeypatch.setattr(Drafter, "_attend", attend)
+    monkeypatch.setattr(DSparkDrafter, "_attend", attend)
 
 
 def draft_from_rings(runner, model, rings, position, token):
@@ -290,25 +290,21 @@ def test_only_relative_positions_matter(golden_float, expected_float):
 def test_only_the_window_up_to_the_seed_is_seen(golden_float, played_float, expected_float):
     """Ring slots of other positions hold anything at all: the same bits."""
     cache, token = played_float[1].caches[9], expected_float["d1.committed"]
-    size, seed = cache.stages.shape[2], int(cache.position[0]) - 1
+    size, seed = cache.drafter.rings.shape[2], int(cache.position[0]) - 1
     seen = (seed - np.arange(16)) % size
-    stages = np.full(cache.stages.shape, 1e3, np.float32)
-    stages[:, :, seen] = np.asarray(cache.stages)[:, :, seen]
-    right, junk = (
-        dspark.draft(golden_float, c, token)
-        for c in (cache, cache.replace(stages=jnp.asarray(stages)))
-    )
+    rings = np.full(cache.drafter.rings.shape, 1e3, np.float32)
+    rings[:, :, seen] = np.asarray(cache.drafter.rings)[:, :, seen]
+
+    def draft(rings):
+        changed = cache.replace(drafter=DraftCache(jnp.asarray(rings)))
+        return dspark.draft(golden_float, changed, token)
+
+    right, junk = dspark.draft(golden_float, cache, token), draft(rings)
     assert np.array_equal(right.logits, junk.logits) and np.array_equal(
         right.confidence, junk.confidence
     )
-    stages[:, :, (seed - 15) % size] = 0
-    assert (
-        max_error(
-            dspark.draft(golden_float, cache.replace(stages=jnp.asarray(stages)), token).logits,
-            right.logits,
-        )
-        > 1e-3
-    )
+    rings[:, :, (seed - 15) % size] = 0
+    assert max_error(draft(rings).logits, right.logits) > 1e-3
 
 
 def test_draft_after_many_steps_equals_a_cold_one(golden_float, played_float, expected_float):

@@ -260,7 +260,7 @@ def test_stage_rings(golden_float, played_float, expected_float):
         inputs.hidden[None],
         inputs.positions[None],
     )
-    stages = np.asarray(played_float[1].caches[9].stages)
+    stages = np.asarray(played_float[1].caches[9].drafter.rings)
     for stage in range(3):
         expected = expected_float[f"d1.ring.{stage}"]
         assert max_error(rings_of(keys, inputs)[stage, 0], expected) < VALUES
@@ -275,12 +275,12 @@ def test_draft_from_an_explicit_hidden(golden_float, played_float, expected_floa
     alone.
     """
     cache, token = played_float[1].caches[9], expected_float["d1.committed"]
-    before = np.array(cache.stages)
+    before = np.array(cache.drafter.rings)
     same = dspark.draft(golden_float, cache, token, hidden=expected_float["d1.main_hidden"][None])
     assert max_error(same.logits[0], expected_float["d1.logits"]) < LOGITS
     other = dspark.draft(golden_float, cache, token, hidden=expected_float["d2.main_hidden"][None])
     assert max_error(other.logits[0], expected_float["d1.logits"]) > 100 * LOGITS
-    assert np.array_equal(before, cache.stages)
+    assert np.array_equal(before, cache.drafter.rings)
 
 
 # Speculative loop

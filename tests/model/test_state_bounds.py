@@ -149,19 +149,22 @@ def test_extend_and_commit_keep_their_arguments(golden_reference):
     """
     cache = dspark.new_cache(golden_reference)
     before = [
-        np.asarray(a).copy() for a in (cache.position, cache.stages, cache.layers[0][0].window)
+        np.asarray(a).copy()
+        for a in (cache.position, cache.drafter.rings, cache.layers[0][0].window)
     ]
     written = dspark.extend(golden_reference, cache, [[1, 2, 3, 4, 5, 6]], [6])[2]
-    assert written.position.tolist() == [0] and not same_bits(written.stages, cache.stages)
+    assert written.position.tolist() == [0] and not same_bits(
+        written.drafter.rings, cache.drafter.rings
+    )
     moved = dspark.commit(written, [4])
     assert (
         moved.position.tolist() == [4]
         and moved.layers is written.layers
-        and moved.stages is written.stages
+        and moved.drafter is written.drafter
     )
     assert all(
         same_bits(a, b)
-        for a, b in zip(before, (cache.position, cache.stages, cache.layers[0][0].window))
+        for a, b in zip(before, (cache.position, cache.drafter.rings, cache.layers[0][0].window))
     )
 
 
@@ -188,7 +191,7 @@ def test_rows_beyond_valid_write_nothing(golden_reference, valid):
     def ring(array):
         return {position % array.shape[2] for position in range(14, 14 + valid)}
 
-    assert slots(cache.stages, written.stages) == ring(cache.stages)
+    assert slots(cache.drafter.rings, written.drafter.rings) == ring(cache.drafter.rings)
     for plan, before, after in zip(segments(golden_reference.config), cache.layers, written.layers):
         for kind, old, new in zip(plan.unit, before, after):
             assert slots(old.window, new.window) == ring(old.window)

@@ -186,7 +186,7 @@ def test_one_slot_fewer_shows(tight):
     what must be hidden.
     """
     fewer = dspark.new_cache(with_limits(tight, rows=BLOCK - 2), BATCH)
-    assert fewer.stages.shape[2] == WINDOW + BLOCK - 2
+    assert fewer.drafter.rings.shape[2] == WINDOW + BLOCK - 2
     wrong = aliased_starts(tight, fewer)
     assert wrong and wrong[0] > 0
     assert set(range(WINDOW + BLOCK, 63)) <= set(wrong)

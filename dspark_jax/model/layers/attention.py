@@ -1,9 +1,9 @@
 """Attention with one key/value head, sinks and a grouped low-rank output (spec section 5).
 
 `Attention` holds the projections. Which keys a row may see is the caller's business (cached.py for
-decoding, sequence.py for whole sequences, drafter.py for a draft block): it feeds keys, block after
-block, to a running softmax, whose result does not depend on how many fully masked blocks came
-along. A masked key contributes exactly zero.
+decoding, whole_sequence.py for whole sequences, dspark_drafter.py for a draft block): it feeds
+keys, block after block, to a running softmax, whose result does not depend on how many fully masked
+blocks came along. A masked key contributes exactly zero.
 """
 
 from __future__ import annotations
