@@ -1,8 +1,10 @@
 """The routed experts of one MoE layer (spec section 8, without the shared expert), one op over
 several backends.
 
-    y[t] = sum over routes a, in route order, of  w2_e . QA( weights[t, a] * silu(min(g, c)) * clip(u, -c, c) ),
-           g, u = w1_e . QA(x[t]), w3_e . QA(x[t]),  e = ids[t, a],  c = swiglu_limit,  QA only if activation_quant
+    y[t]  sum over routes a, in route order, of
+              w2_e . QA( weights[t, a] * silu(min(g, c)) * clip(u, -c, c) )
+    g, u  w1_e . QA(x[t]), w3_e . QA(x[t])
+    e, c  ids[t, a], swiglu_limit; QA only if activation_quant
 
 Promised by every backend: within a regime a row has the same bits whatever the other rows are and
 however many there are; a row with mask False does no work and may hold NaN; experts that are not
@@ -10,12 +12,14 @@ held here contribute exactly zero.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from dspark_jax.pallas_kernels import pallas_mosaic, pallas_triton
+from dspark_jax.pallas_kernels.pallas_mosaic import moe_fp4_tpu
+from dspark_jax.pallas_kernels.pallas_triton import moe_fp4_gpu
 from dspark_jax.pallas_kernels.reference import moe_fp4_reference
 from dspark_jax.pallas_kernels.routing import Held
 from dspark_jax.pallas_kernels.xla import ColumnExperts, moe_fp4_xla
@@ -34,20 +38,43 @@ class Experts(NamedTuple):
     s2: jax.Array | None  # uint8 [E, D, F/32]
 
 
+class Backend(NamedTuple):
+    """One way to compute the op.
+
+    run: takes (x, ids, weights, mask, experts, *, swiglu_limit, here, activation_quant, regime) as
+      `moe_fp4` does, `here` a routing.Held; keeps the promises above.
+    multiple: D and F of packed experts must be multiples of it for `default_backend` to choose it.
+    largest_scale: the e8m0 byte up to which packed experts are right.
+    packed_only: refuses dequantised experts.
+    """
+
+    run: Callable[..., jax.Array]
+    multiple: int = 1
+    largest_scale: int = 254
+    packed_only: bool = False
+
+
+# A new backend:
+# 1. a module with a function such as Backend.run, scheduled by `routing` (or any way that keeps the
+#    promises above);
+# 2. an entry in BACKENDS, and one in KERNELS where it is what a platform uses by itself;
+# 3. a line in the tests' table (tests/kernels/cases.py): the matrix against the oracle, the equal
+#    bits and the routing are then tested for it too.
 BACKENDS = {
-    "reference": moe_fp4_reference,
-    "xla": moe_fp4_xla,
-    "pallas_tpu": pallas_mosaic.moe_fp4_tpu,
-    "pallas_gpu": pallas_triton.moe_fp4_gpu,
-    "pallas_tpu_interpret": functools.partial(
-        pallas_mosaic.moe_fp4_tpu, interpret=True
-    ),  # the same kernels on any platform, slowly
-    "pallas_gpu_interpret": functools.partial(pallas_triton.moe_fp4_gpu, interpret=True),
+    "reference": Backend(moe_fp4_reference),
+    "xla": Backend(moe_fp4_xla),
+    # On a TPU whole lanes, 128 packed bytes; on a GPU whole scales.
+    "pallas_tpu": Backend(moe_fp4_tpu, 256, pallas_mosaic.LARGEST_SCALE, packed_only=True),
+    "pallas_gpu": Backend(moe_fp4_gpu, 32, pallas_triton.LARGEST_SCALE, packed_only=True),
 }
-# What a packed column must be a multiple of: whole lanes of packed bytes on a TPU, whole scales in
-# the smallest block on a GPU.
-_KERNELS = {"tpu": ("pallas_tpu", 256), "gpu": ("pallas_gpu", 32)}
-_LARGEST_SCALES = {"tpu": pallas_mosaic.LARGEST_SCALE, "gpu": pallas_triton.LARGEST_SCALE}
+# The same kernels on any platform, slowly.
+BACKENDS |= {
+    f"{name}_interpret": BACKENDS[name]._replace(
+        run=functools.partial(BACKENDS[name].run, interpret=True)
+    )
+    for name in ("pallas_tpu", "pallas_gpu")
+}
+KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # platform -> its own kernel; others use "xla"
 
 
 def default_backend(experts: Experts | ColumnExperts, platform: str | None = None) -> str:
@@ -57,18 +84,19 @@ def default_backend(experts: Experts | ColumnExperts, platform: str | None = Non
     platform: "cpu", "gpu" or "tpu"; None: this process's own. It differs where programs are
       compiled for a machine not at hand.
     """
-    name, multiple = _KERNELS.get(platform or jax.default_backend(), ("xla", 1))
+    name = KERNELS.get(platform or jax.default_backend(), "xla")
     if experts.s13 is None:
         return "xla"
-    fits = experts.w2.shape[1] % multiple == 0 and experts.w13.shape[1] // 2 % multiple == 0
-    return name if fits else "xla"
+    width, inner = experts.w2.shape[1], experts.w13.shape[1] // 2
+    multiple = BACKENDS[name].multiple
+    return name if width % multiple == 0 and inner % multiple == 0 else "xla"
 
 
 def largest_scale(platform: str) -> int:
-    """The largest e8m0 byte of packed experts that a platform's kernel computes with; 254, of all
-    there are, on "cpu".
+    """The largest e8m0 byte of packed experts that a platform's kernel computes with; on "cpu" 254,
+    the largest there is.
     """
-    return _LARGEST_SCALES.get(platform, 254)
+    return BACKENDS[KERNELS.get(platform, "xla")].largest_scale
 
 
 def moe_fp4(
@@ -105,15 +133,11 @@ def moe_fp4(
     name = backend or default_backend(experts)
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r}: choose one of {', '.join(BACKENDS)}")
-    if name.startswith("pallas") and experts.s13 is None:
+    if BACKENDS[name].packed_only and experts.s13 is None:
         raise ValueError(
             f"backend {name!r} takes packed FP4 experts; these are dequantised (use 'xla')"
         )
-    if name == "reference" and isinstance(experts, ColumnExperts):
-        experts = Experts(
-            jnp.swapaxes(experts.w13, 1, 2), None, jnp.swapaxes(experts.w2, 1, 2), None
-        )
-    return BACKENDS[name](
+    return BACKENDS[name].run(
         x,
         ids,
         weights,

@@ -1,8 +1,8 @@
 """The routed experts written as the mathematics reads: dequantise the experts of every pair and
 einsum.
 
-Slow and large; for comparison.
-Runs in the dtype of `x` if that is float64 (with jax_enable_x64), else in float32.
+Slow and large; for comparison. Runs in float64 if `x` is float64 (with jax_enable_x64), else in
+float32.
 """
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from dspark_jax.pallas_kernels import fp4
 from dspark_jax.pallas_kernels.expert import gated, maybe_quantise
 from dspark_jax.pallas_kernels.routing import sum_routes
+from dspark_jax.pallas_kernels.xla import ColumnExperts
 
 
 def moe_fp4_reference(
@@ -21,7 +22,9 @@ def moe_fp4_reference(
     local = ids - here.first
     held = mask[:, None] & (local >= 0) & (local < here.count)
     local = jnp.where(held, local, 0) + here.offset
-    if experts.s13 is None:
+    if isinstance(experts, ColumnExperts):
+        w13, w2 = (jnp.swapaxes(w[local], -1, -2) for w in experts)
+    elif experts.s13 is None:
         w13, w2 = experts.w13[local], experts.w2[local]
     else:
         w13 = fp4.dequantise(experts.w13[local], experts.s13[local])

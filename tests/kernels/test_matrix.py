@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import BACKENDS, LIMIT, matrix, run
 
+from dspark_jax.pallas_kernels import BACKENDS as library
 from dspark_jax.pallas_kernels import oracle
 
 CALLS = matrix()
@@ -49,6 +50,12 @@ def test_against_float64(name, regime, case, activation_quant):
     assert rounded.slack[call.mask].min() < 1e-6 or case == "wide", (
         "no row is held to the strict bound"
     )
+
+
+def test_every_backend_is_in_the_matrix():
+    """By itself, or interpreted where it needs a device that is not at hand."""
+    compiled = {name.removesuffix("_interpret") for name in library if name.endswith("_interpret")}
+    assert {backend for backend, _, _ in BACKENDS.values()} == set(library) - compiled
 
 
 @pytest.mark.parametrize("name", BACKENDS)

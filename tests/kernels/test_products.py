@@ -48,10 +48,16 @@ def test_rows_do_not_depend_on_their_number(cores):
         "import test_products as t; print([t.row_counts_that_differ(s, t.dot) for s in t.SHAPES]); "
         "print(bool(t.row_counts_that_differ((1024, 256), t.plain)))"
     )
-    environment = {**os.environ, CORES: str(cores), "JAX_PLATFORMS": "cpu"}
+    here = os.path.dirname(__file__)
+    environment = {
+        **os.environ,
+        CORES: str(cores),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.path.dirname(here),  # where `helpers` lies
+    }
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=os.path.dirname(__file__),
+        cwd=here,
         env=environment,
         capture_output=True,
         text=True,
@@ -99,7 +105,7 @@ def test_the_command_asks_for_equal_bits(monkeypatch, version, before, after):
 
 def test_this_jax_passes_the_probes_and_one_that_does_not_is_warned_of(monkeypatch):
     assert backend.rows_agree()
-    assert backend.fewest_rows(5, 64) == 2
+    assert backend.decode_rows(5, 64) == 2
     monkeypatch.setattr(backend, "rows_agree", lambda: False)
     with pytest.warns(UserWarning, match="--xla_cpu_max_isa=AVX"):
-        assert backend.fewest_rows(5, 64) == 6
+        assert backend.decode_rows(5, 64) == 6
