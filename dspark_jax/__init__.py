@@ -11,11 +11,13 @@ import importlib
 import os
 from typing import Any
 
-# In a checkout that is not installed, checkpoints/ and pallas_kernels/ lie beside this folder; where
-# it is installed they lie in it, or the installation maps them (pyproject.toml).
+# In a checkout that is not installed, checkpoints/ and pallas_kernels/ lie beside this folder.
+# Where it is installed they lie in it, or the installation maps them (pyproject.toml).
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_ROOT, "pyproject.toml")):
     __path__.append(_ROOT)
+
+__version__ = "0.1.0"
 
 _PUBLIC = {
     # A model on devices

@@ -5,12 +5,13 @@ for wrong use; 1 for failure; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Callable
 
+from dspark_jax import __version__
 from dspark_jax.commands import bench, convert, generate, inspect_checkpoint, plan, replay
+from dspark_jax.commands.output import finish_output, give_up_output, guard_streams
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
 
 
@@ -24,14 +25,19 @@ def main(argv: list[str] | None = None, prepare: Callable[[], None] | None = Non
     try:
         if prepare is not None:
             prepare()
-        return args.run(args)
+        status = args.run(args)
+        finish_output()
+        return status
     except DsparkError as error:
         print(f"dspark {args.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, PromptError)) else 1
-    except (
-        BrokenPipeError
-    ):  # the reader of the output went away; keep the interpreter from complaining when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of the output went away
+        give_up_output()
+        return 1
+    except OSError as error:
+        give_up_output()
+        where = error.filename or "standard output"
+        print(f"dspark {args.command}: {where}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -41,6 +47,7 @@ def entry() -> int:
     """The command's own process: what its programs need is set before jax uses a device, and
     warnings are one line.
     """
+    guard_streams()
     warnings.formatwarning = lambda message, *_: f"dspark: {message}\n"
     return main(prepare=_own_process)
 
@@ -59,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
             "tokens as without."
         ),
     )
+    parser.add_argument("--version", action="version", version=f"dspark-jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (generate, bench, inspect_checkpoint, convert, plan, replay):
         module.add_parser(commands)
