@@ -17,7 +17,6 @@ slice are touched.
 """
 
 import contextlib
-import dataclasses
 import gc
 import json
 import math
@@ -25,18 +24,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from dspark_jax.checkpoints import formats
 from dspark_jax.checkpoints.errors import CheckpointError, ConfigError
 from dspark_jax.checkpoints.json_file import read_json
 from dspark_jax.checkpoints.safetensors_file import Entry, SafetensorsFile
+from dspark_jax.checkpoints.tensor_spec import PLAIN, STORAGES, TensorSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PLAIN = {"bf16": ("BF16", ml_dtypes.bfloat16), "f32": ("F32", np.float32), "i64": ("I64", np.int64)}
-STORAGES = (*PLAIN, "fp8", "fp4")
-SCALE_DTYPES = ("F8_E8M0", "U8")
 # What only one kind of draft module has; the kind decides before tensors are compared one by one.
 DSPARK_MARKS = (
     ".main_proj.weight",
@@ -45,38 +41,6 @@ DSPARK_MARKS = (
 )
 SERIAL_MARKS = (".e_proj.", ".h_proj.", ".enorm.", ".hnorm.")
 LONGEST_LIST = 400  # names of one sort that an error spells out
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
-    """One tensor that a model expects.
-
-    name: as in spec section 2; fp8 and fp4 tensors are stored as name.weight and name.scale.
-    shape: logical shape, [N, K] for fp8 and fp4.
-    storage: "bf16", "f32", "i64", "fp8" or "fp4".
-    limit: integer tensors must hold values in 0..limit-1; None: any that an int32 holds.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    storage: str
-    limit: int | None = None
-
-    def stored(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-        """Stored tensor name -> (dtypes it may have, shape it must have)."""
-        if self.storage in PLAIN:
-            return {self.name: ((PLAIN[self.storage][0],), self.shape)}
-        rows, columns = self.shape
-        if self.storage == "fp8":
-            grid = (-(-rows // formats.FP8_BLOCK), -(-columns // formats.FP8_BLOCK))
-            return {
-                f"{self.name}.weight": (("F8_E4M3",), self.shape),
-                f"{self.name}.scale": (SCALE_DTYPES, grid),
-            }
-        return {
-            f"{self.name}.weight": (("I8", "U8"), (rows, columns // 2)),
-            f"{self.name}.scale": (SCALE_DTYPES, (rows, columns // formats.FP4_BLOCK)),
-        }
 
 
 class OfficialCheckpoint:
@@ -198,21 +162,15 @@ class OfficialCheckpoint:
         values = values.reshape(shape if spec.shape else ())
         return self._integers(spec, values) if spec.storage == "i64" else values
 
-    def read_packed(
-        self, spec: TensorSpec, rows: slice | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """An fp4 tensor as it is stored: (codes uint8 [N, K/2], low nibble first, scales uint8 e8m0
-        [N, K/32]), or rows of it.
-        """
-        return self.read_codes(spec, rows), self.read_scales(spec, rows)
-
     def read_codes(self, spec: TensorSpec, rows: slice | None = None) -> np.ndarray:
-        """The first half of `read_packed`."""
+        """The codes of an fp4 tensor, or of rows of it, as stored: uint8 [N, K/2], low nibble
+        first.
+        """
         rows, name = self._packed_rows(spec, rows), f"{spec.name}.weight"
         return self._where[name].read(name, rows, slice(0, spec.shape[1] // 2))
 
     def read_scales(self, spec: TensorSpec, rows: slice | None = None) -> np.ndarray:
-        """The second half of `read_packed`."""
+        """Their scales: uint8 e8m0 [N, K/32]."""
         rows = self._packed_rows(spec, rows)
         return self._scales(spec, rows, slice(0, spec.shape[1] // formats.FP4_BLOCK))
 

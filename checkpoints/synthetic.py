@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from dspark_jax.checkpoints import formats
-from dspark_jax.checkpoints.official import TensorSpec
+from dspark_jax.checkpoints.tensor_spec import TensorSpec, hyper_connection_base
 from dspark_jax.checkpoints.writer import write_official
 
 BLOCK_BYTES = 32 << 20  # random numbers drawn at a time; the working memory is a few times this
@@ -74,7 +74,7 @@ def _values(spec: TensorSpec, seed: int, tables: dict[str, np.ndarray], experts:
     if spec.name.endswith("norm.weight"):
         return 1 + np.float32(0.1) * tables["normal"][rng.integers(0, 65536, spec.shape, np.uint16)]
     if last.endswith("_base"):
-        return _connection_base(spec.shape[0])
+        return hyper_connection_base(spec.shape[0])
     if last.endswith("_scale"):
         return np.ones(spec.shape, np.float32)
     std = {"embed.weight": 1.0, "bias": 0.1, "attn_sink": 1.0}.get(
@@ -120,16 +120,6 @@ def _hash_table(rng: np.random.Generator, shape: tuple[int, ...], experts: int) 
     its share.
     """
     return (rng.integers(0, experts, (shape[0], 1)) + np.arange(shape[1])) % experts
-
-
-def _connection_base(size: int) -> np.ndarray:
-    """A hyper-connection base of size (2 + M) M, or M for a head: copies are read and written
-    alike, each stays mostly itself.
-    """
-    copies = math.isqrt(size + 1) - 1
-    if (2 + copies) * copies != size:
-        return np.zeros(size, np.float32)
-    return np.concatenate([np.zeros(2 * copies), 4 * np.eye(copies).ravel()]).astype(np.float32)
 
 
 def _blocks(rows: int, row_bytes: int) -> Iterator[int]:

@@ -20,8 +20,9 @@ import numpy as np
 
 from dspark_jax.checkpoints import formats
 from dspark_jax.checkpoints.errors import CheckpointError
-from dspark_jax.checkpoints.official import INDEX, SINGLE, TensorSpec, raise_checkpoint_error
+from dspark_jax.checkpoints.official import INDEX, SINGLE, raise_checkpoint_error
 from dspark_jax.checkpoints.safetensors_file import BITS
+from dspark_jax.checkpoints.tensor_spec import TensorSpec
 
 # Larger elements first: tensors then begin at multiples of their element size, which other readers
 # need.

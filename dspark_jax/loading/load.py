@@ -22,7 +22,6 @@ from dspark_jax.model.dspark import (
     MAX_SEQ_LEN,
     DSpark,
     Limits,
-    default_prefill_chunk,
     make_limits,
     most_rows,
     new_cache,
@@ -120,7 +119,7 @@ def choose_expert_storage(
     """How `load` holds the routed experts of this config, here and now. rows: see Limits; None:
     those of load's defaults.
     """
-    rows = rows or most_rows(config, default_prefill_chunk(config))
+    rows = rows or most_rows(config)
     cache = jax.eval_shape(
         lambda: new_cache(config, 1, max_seq_len, rows, jnp.dtype(numerics.dtype))
     )

@@ -13,7 +13,7 @@ from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, Leaf
 from dspark_jax.checkpoints.placing import Bounds, place
 from dspark_jax.errors import CheckpointError
 from dspark_jax.model.layers.numerics import Numerics
-from dspark_jax.model.parameters import Declaration
+from dspark_jax.model.parameters import Declaration, ShapeSource
 from dspark_jax.runtime.backend import on_cpu, target
 from dspark_jax.runtime.sharding import parameter_sharding
 
@@ -109,27 +109,26 @@ class ConvertedSource(StackedSource):
             out[e - first] = formats.dequantise_fp4(codes[0], scales[0])
 
 
-class LeafRecorder:
-    """A source of shapes that writes down what a conversion stores: every parameter of every layer,
-    routed experts packed.
+class LeafRecorder(ShapeSource):
+    """Shapes, and what a conversion stores: every parameter of every layer, routed experts packed.
+
+    leaves: by name. declared: the declaration of each, and the prefix of its layer.
     """
 
-    packed_experts, columns_first = True, False
-    dtype = jnp.bfloat16  # holds bf16 and dequantised FP8 exactly
-
     def __init__(self):
+        # bfloat16 holds bf16 and dequantised FP8 exactly.
+        super().__init__(jnp.bfloat16, packed_experts=True)
         self.leaves: dict[str, Leaf] = {}
         self.declared: dict[str, tuple[Declaration, str]] = {}
 
     def __call__(self, declared: Declaration, prefixes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-        shape, dtype = declared.array_shape(len(prefixes)), declared.array_dtype(self.dtype)
+        array = super().__call__(declared, prefixes)
+        shape = array.shape[1:] if declared.stacked else array.shape
         for prefix in prefixes:
             name = leaf_name(declared.tensor, declared.part, prefix)
-            self.leaves[name] = Leaf(
-                name, prefix, shape[1:] if declared.stacked else shape, dtype.name, declared.axes
-            )
+            self.leaves[name] = Leaf(name, prefix, shape, array.dtype.name, declared.axes)
             self.declared[name] = declared, prefix
-        return jax.ShapeDtypeStruct(shape, dtype)
+        return array
 
 
 def leaf_name(tensor: str, part: str, prefix: str) -> str:

@@ -81,8 +81,11 @@ def default_prefill_chunk(config: ModelConfig) -> int:
     return min(config.sliding_window, LARGEST_PREFILL_CHUNK)
 
 
-def most_rows(config: ModelConfig, chunk: int) -> int:
-    """The most rows that a call carries: a prefill chunk or a verify block."""
+def most_rows(config: ModelConfig, chunk: int | None = None) -> int:
+    """The most rows that a call carries: a prefill chunk (None: the default one) or a verify
+    block.
+    """
+    chunk = default_prefill_chunk(config) if chunk is None else chunk
     return max(chunk, config.dspark_block_size + 1)
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dspark_jax.checkpoints.official import TensorSpec
+from dspark_jax.checkpoints.tensor_spec import TensorSpec, hyper_connection_base
 
 Array = jax.Array
 
@@ -182,8 +182,9 @@ class Maker:
 
 
 class ShapeSource:
-    """Shapes and dtypes only, cut by sharding(declaration) if given; remembers in `specs` every
-    official tensor that was asked for.
+    """Shapes and dtypes only, cut by sharding(declaration) if given.
+
+    asked: every parameter that was asked for, its declaration and the prefixes of its layers.
     """
 
     columns_first = False
@@ -192,11 +193,16 @@ class ShapeSource:
         self, dtype=jnp.float32, packed_experts: bool = False, sharding: Callable | None = None
     ):
         self.dtype, self.packed_experts, self._sharding = dtype, packed_experts, sharding
-        self.specs: dict[str, TensorSpec] = {}
+        self.asked: list[tuple[Declaration, tuple[str, ...]]] = []
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Name -> every official tensor of these parameters."""
+        pieces = (d.pieces(prefix) for d, prefixes in self.asked for prefix in prefixes)
+        return {spec.name: spec for of_layer in pieces for spec, _ in of_layer}
 
     def __call__(self, declared, prefixes):
-        for prefix in prefixes:
-            self.specs.update({spec.name: spec for spec, _ in declared.pieces(prefix)})
+        self.asked.append((declared, prefixes))
         sharding = self._sharding(declared) if self._sharding else None
         return jax.ShapeDtypeStruct(
             declared.array_shape(len(prefixes)), declared.array_dtype(self.dtype), sharding=sharding
@@ -226,11 +232,3 @@ class RandomSource:
             return np.broadcast_to(hyper_connection_base(shape[-1]), shape)
         scale = 1.0 if declared.init == "embedding" else 1.0 / math.sqrt(declared.shape[-1])
         return self._rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
-
-
-def hyper_connection_base(size: int) -> np.ndarray:
-    """Initial `hc_*_base` of size (2 + M) M: reads all copies alike, writes all alike, and keeps
-    each copy mostly to itself.
-    """
-    copies = math.isqrt(size + 1) - 1
-    return np.concatenate([np.zeros(2 * copies), 4.0 * np.eye(copies).ravel()])

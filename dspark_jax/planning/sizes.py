@@ -20,8 +20,9 @@ from dspark_jax.model.cache import entry_block
 from dspark_jax.model.dspark import DSpark, default_prefill_chunk, most_rows, new_cache
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.layers.rope import MAX_POSITIONS
+from dspark_jax.model.parameters import ShapeSource
 from dspark_jax.model.segments import layer_kinds
-from dspark_jax.runtime.sharding import DATA, MODEL, RULES, check_divides
+from dspark_jax.runtime.sharding import DATA, MODEL, RULES, check_divides, check_streams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,22 +64,6 @@ class Plan:
         return dataclasses.asdict(self)
 
 
-class _Sizes:
-    """A Source that only counts: bytes per device by part."""
-
-    packed_experts, columns_first = True, False
-
-    def __init__(self, mesh: tuple[int, int], dtype):
-        self.shards, self.dtype = {DATA: mesh[0], MODEL: mesh[1]}, dtype
-        self.parts: dict[str, int] = {"experts": 0, "dense": 0, "embedding and head": 0, "draft": 0}
-
-    def __call__(self, declared, prefixes):
-        shape, dtype = declared.array_shape(len(prefixes)), declared.array_dtype(self.dtype)
-        shards = math.prod(self.shards[RULES[axis]] for axis in declared.axes if axis)
-        self.parts[_part(declared, prefixes[0])] += math.prod(shape) * dtype.itemsize // shards
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def _part(declared, prefix: str) -> str:
     if prefix.startswith("mtp."):
         return "draft"
@@ -91,16 +76,22 @@ def parameter_bytes(config: ModelConfig, mesh: tuple[int, int], dtype="bfloat16"
     """Bytes per device by part; experts packed FP4, the rest in the compute dtype. The drafter's
     copy of a cut head is a draft part.
     """
-    sizes = _Sizes(mesh, dtype)
-    DSpark(config, Numerics(dtype), sizes)
+    source, sizes = ShapeSource(dtype, packed_experts=True), {DATA: mesh[0], MODEL: mesh[1]}
+    DSpark(config, Numerics(dtype), source)
+    parts = {"experts": 0, "dense": 0, "embedding and head": 0, "draft": 0}
+    for declared, prefixes in source.asked:
+        count = math.prod(declared.array_shape(len(prefixes)))
+        shards = math.prod(sizes[RULES[axis]] for axis in declared.axes if axis)
+        nbytes = count * declared.array_dtype(dtype).itemsize
+        parts[_part(declared, prefixes[0])] += nbytes // shards
     if mesh[1] > 1:
-        sizes.parts["draft"] += config.vocab_size * config.hidden_size * jnp.dtype(dtype).itemsize
-    return sizes.parts
+        parts["draft"] += config.vocab_size * config.hidden_size * jnp.dtype(dtype).itemsize
+    return parts
 
 
 def cache_bytes(config: ModelConfig, context: int, dtype="bfloat16") -> int:
     """Bytes of one stream's cache, which a device of its part of the data axis holds whole."""
-    rows = most_rows(config, default_prefill_chunk(config))
+    rows = most_rows(config)
     shapes = jax.eval_shape(lambda: new_cache(config, 1, context, rows, jnp.dtype(dtype)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
@@ -155,11 +146,7 @@ def check(
         raise ConfigError(f"context {context} is not between 1 and {MAX_POSITIONS} tokens")
     if streams < 1:
         raise ConfigError(f"streams {streams}: at least 1 is needed")
-    if streams > 1 and streams % mesh[0]:
-        raise ConfigError(
-            f"{streams} streams do not divide over the {mesh[0]} devices of the data axis; use 1 "
-            "or a multiple"
-        )
+    check_streams(streams, mesh[0], f"mesh {mesh[0]}x{mesh[1]}")
     if not 0 <= accepted <= config.dspark_block_size:
         raise ConfigError(
             f"accepted {accepted:g}: drafts accepted per round must lie between 0 and "
@@ -308,12 +295,10 @@ def _cache_read(config: ModelConfig, context: int) -> int:
     total = 0
     for kind in layer_kinds(config):
         read = config.sliding_window * config.head_dim
+        entries = context // kind.ratio if kind.ratio else 0
         if kind.overlapped:
-            read += (
-                context // 4 * config.index_head_dim
-                + min(config.index_topk, context // 4) * config.head_dim
-            )
-        elif kind.ratio:
-            read += context // kind.ratio * config.head_dim
+            read += entries * config.index_head_dim
+            entries = min(config.index_topk, entries)
+        read += entries * config.head_dim
         total += 2 * read
     return total

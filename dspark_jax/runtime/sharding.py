@@ -127,6 +127,17 @@ def check_divides(config: ModelConfig, shards: int, where: str) -> None:
         )
 
 
+def check_streams(streams: int, rows: int, where: str) -> None:
+    """Raises ConfigError, beginning with `where`, where several streams do not divide over the
+    `rows` rows of the data axis.
+    """
+    if streams > 1 and streams % rows:
+        raise ConfigError(
+            f"{where}: {streams} streams do not divide over the {rows} devices of the data axis; "
+            "use 1 or a multiple"
+        )
+
+
 def check_processes(mesh: Mesh) -> None:
     """Raises ConfigError, in all of the processes that run together alike, where one of them has no
     device in the mesh.
@@ -166,14 +177,8 @@ def stream_axis(mesh: Mesh, streams: int) -> str | None:
 
     Raises ConfigError if they do not divide.
     """
-    rows = mesh.shape[DATA]
-    if streams == 1:
-        return None
-    if streams % rows:
-        raise ConfigError(
-            f"mesh: {streams} streams do not divide over the {rows} devices of the data axis"
-        )
-    return RULES["streams"]
+    check_streams(streams, mesh.shape[DATA], "mesh")
+    return None if streams == 1 else RULES["streams"]
 
 
 def stream_spec(mesh: Mesh, streams: int, axis: int = 0) -> PartitionSpec:

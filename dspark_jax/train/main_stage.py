@@ -39,9 +39,9 @@ class BalancedTables:
         )
 
     def __call__(self, declared, prefixes):
-        if not declared.init.startswith("hash"):
+        experts = declared.hashed_experts
+        if experts is None:
             return self._random(declared, prefixes)
-        experts = int(declared.init.removeprefix("hash"))
         tables = [
             balanced_table(self._frequencies, experts, declared.shape[-1], self._rng)
             for _ in prefixes

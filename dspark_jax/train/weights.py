@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dspark_jax.checkpoints.official import TensorSpec
+from dspark_jax.checkpoints.tensor_spec import TensorSpec
 from dspark_jax.model.parameters import Declaration
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dspark_jax.checkpoints import formats
-from dspark_jax.checkpoints.official import INDEX, SINGLE, OfficialCheckpoint, TensorSpec
+from dspark_jax.checkpoints.official import INDEX, SINGLE, OfficialCheckpoint
+from dspark_jax.checkpoints.tensor_spec import TensorSpec
 from dspark_jax.checkpoints.writer import write_official
 from dspark_jax.errors import CheckpointError
 
@@ -190,17 +191,17 @@ def test_scale_dtypes(tmp_path, dtype, sound):
 def test_fp4_codes_as_unsigned_bytes(tmp_path):
     write_small(tmp_path)
     with OfficialCheckpoint.open(tmp_path) as checkpoint:
-        signed = checkpoint.read_packed(SMALL[2])
+        signed = checkpoint.read_codes(SMALL[2])
     edit_header(tmp_path / SINGLE, lambda header: header["e.weight"].update(dtype="U8"))
     with OfficialCheckpoint.open(tmp_path) as checkpoint:
-        assert np.array_equal(checkpoint.read_packed(SMALL[2])[0], signed[0])
+        assert np.array_equal(checkpoint.read_codes(SMALL[2]), signed)
 
 
 def test_nan_scale_is_refused_by_name(tmp_path):
     write_small(tmp_path)
     poison(tmp_path, "e.scale", (4, 1), 255)
     with OfficialCheckpoint.open(tmp_path) as checkpoint:
-        for read in (checkpoint.read, checkpoint.read_packed):
+        for read in (checkpoint.read, checkpoint.read_scales):
             with pytest.raises(CheckpointError, match=r"e.scale\[4, 1\] is e8m0 byte 255, NaN"):
                 read(SMALL[2])
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from dspark_jax.checkpoints import formats
-from dspark_jax.checkpoints.official import SINGLE, OfficialCheckpoint, TensorSpec
+from dspark_jax.checkpoints.official import SINGLE, OfficialCheckpoint
 from dspark_jax.checkpoints.safetensors_file import SafetensorsFile
+from dspark_jax.checkpoints.tensor_spec import TensorSpec
 from dspark_jax.checkpoints.writer import write_official
 from dspark_jax.config import ModelConfig, tiny, v4_flash_0731
 from dspark_jax.errors import CheckpointError
@@ -178,17 +179,18 @@ def test_a_slice_equals_the_slice_of_the_whole(name, rows, cols):
 def test_packed_rows():
     spec = next(spec for spec in SPECS if spec.name == "layers.2.ffn.experts.3.w2")
     with OfficialCheckpoint.open(GOLDENS) as checkpoint:
-        codes, scales = checkpoint.read_packed(spec)
+        codes, scales = checkpoint.read_codes(spec), checkpoint.read_scales(spec)
         assert (
             codes.dtype == scales.dtype == np.uint8
             and codes.shape == (128, 64)
             and scales.shape == (128, 4)
         )
         assert np.array_equal(formats.dequantise_fp4(codes, scales), checkpoint.read(spec))
-        some = checkpoint.read_packed(spec, slice(5, 9))
-        assert np.array_equal(some[0], codes[5:9]) and np.array_equal(some[1], scales[5:9])
-        with pytest.raises(ValueError, match="only fp4 is packed"):
-            checkpoint.read_packed(SPECS[0])
+        assert np.array_equal(checkpoint.read_codes(spec, slice(5, 9)), codes[5:9])
+        assert np.array_equal(checkpoint.read_scales(spec, slice(5, 9)), scales[5:9])
+        for read in (checkpoint.read_codes, checkpoint.read_scales):
+            with pytest.raises(ValueError, match="only fp4 is packed"):
+                read(SPECS[0])
 
 
 def test_a_slice_touches_only_its_bytes(tmp_path):
@@ -276,7 +278,7 @@ def test_the_golden_checkpoint_survives_a_copy_byte_for_byte(tmp_path):
 
         def stored(spec):
             if spec.storage == "fp4":
-                return checkpoint.read_packed(spec)
+                return checkpoint.read_codes(spec), checkpoint.read_scales(spec)
             return checkpoint.read(spec)
 
         write_official(

@@ -11,8 +11,9 @@ import pytest
 
 import dspark_jax as dspark
 from dspark_jax.checkpoints import synthetic
-from dspark_jax.checkpoints.official import OfficialCheckpoint, TensorSpec
+from dspark_jax.checkpoints.official import OfficialCheckpoint
 from dspark_jax.checkpoints.synthetic import write_synthetic
+from dspark_jax.checkpoints.tensor_spec import TensorSpec
 
 from helpers import official_table
 from helpers.official_files import CONFIG, SPECS

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_jax.checkpoints.official import INDEX, SINGLE, TensorSpec
+from dspark_jax.checkpoints.official import INDEX, SINGLE
 from dspark_jax.checkpoints.safetensors_file import BITS, SafetensorsFile
+from dspark_jax.checkpoints.tensor_spec import TensorSpec
 from dspark_jax.checkpoints.writer import write_official
 from dspark_jax.config import ModelConfig
 

@@ -2,7 +2,7 @@
 the tests compare with.
 """
 
-from dspark_jax.checkpoints.official import TensorSpec
+from dspark_jax.checkpoints.tensor_spec import TensorSpec
 
 
 def expected(c) -> list[TensorSpec]:

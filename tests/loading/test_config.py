@@ -63,14 +63,12 @@ def test_official_file():
     config = ModelConfig.from_file(GOLDENS)
     assert config == ModelConfig.from_file(GOLDENS / "config.json")
     assert (config.hidden_size, config.n_draft_stages, config.n_hidden_taps) == (128, 3, 3)
-    assert [config.layer_ratio(i) for i in range(7)] == [0, 0, 4, 8, 4, 8, 4]
-    assert [config.is_hash(i) for i in range(7)] == [True] * 3 + [False] * 4
+    assert config.compress_ratios == (0, 0, 4, 8, 4, 8, 4) + (0, 0, 0)
+    assert (config.num_hidden_layers, config.num_hash_layers) == (7, 3)
     assert config.rope_scaling.original_max_position_embeddings == 64 and config.eos_token_id == (
         1,
     )
     assert config.max_position_embeddings == 1024
-    with pytest.raises(IndexError):
-        config.layer_ratio(7)  # a draft stage is not a main layer
 
 
 def test_stage_count_comes_from_the_ratios_not_from_num_nextn_predict_layers():

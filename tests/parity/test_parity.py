@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import dspark_jax as dspark
-from dspark_jax.checkpoints.official import TensorSpec
+from dspark_jax.checkpoints.tensor_spec import TensorSpec
 from dspark_jax.checkpoints.writer import write_official
 
 from . import hf
