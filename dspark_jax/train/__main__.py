@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"--xla_force_host_platform_device_count={options.devices}"
     )
     from dspark_jax.train import stages
-    from dspark_jax.train.sources import SourceError
+    from dspark_jax.train.fetch_text import SourceError
 
     try:
         for name in STAGES[:-1] if options.stage == "all" else (options.stage,):

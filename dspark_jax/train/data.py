@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from dspark_jax.train import sources, synthetic
+from dspark_jax.train import fetch_text, synthetic
 from dspark_jax.train import tokenizer as tokenizers
 
 # share of the windows, by kind; and what the kinds are reported as
@@ -151,7 +151,7 @@ def prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None])
     """
     cache.mkdir(parents=True, exist_ok=True)
     texts, origin = {}, {}
-    for kind, fetch in (("prose", sources.prose), ("code", sources.code)):
+    for kind, fetch in (("prose", fetch_text.prose), ("code", fetch_text.code)):
         texts[kind], origin[kind] = fetch()
         say(f"{kind}: {origin[kind]}, {sum(map(len, texts[kind])) / 1e6:.1f} MB")
     for kind in synthetic.GENERATORS:

@@ -22,11 +22,11 @@ from dspark_jax.model import whole_sequence
 from dspark_jax.train import (
     data,
     drafter_stage,
+    fetch_text,
     loop,
     main_stage,
     optimiser,
     quantise,
-    sources,
     synthetic,
     tokenizer,
     weights,
@@ -418,11 +418,11 @@ def test_tokenizer_round_trips_and_keeps_digits_single():
 
 
 def test_unreachable_source_names_itself(monkeypatch):
-    monkeypatch.setattr(sources.shutil, "which", lambda name: None)
-    with pytest.raises(sources.SourceError, match="apt-get is not installed.*npm is not installed"):
-        sources.prose()
-    with pytest.raises(sources.SourceError, match="no Python standard library found under"):
-        sources.code("/nonexistent")
+    monkeypatch.setattr(fetch_text.shutil, "which", lambda name: None)
+    with pytest.raises(fetch_text.SourceError, match="apt-get is not installed.*npm is not installed"):
+        fetch_text.prose()
+    with pytest.raises(fetch_text.SourceError, match="no Python standard library found under"):
+        fetch_text.code("/nonexistent")
 
 
 def test_log_is_one_json_object_a_step(tmp_path):
