@@ -86,19 +86,19 @@ class Programs:
 
 
 def prefill_program(graphdef: nnx.GraphDef, mesh: Mesh):
-    """`rounds.begin` over the mesh: (state, cache, tokens [B, T], valid [B]) -> cache, what was
-    chosen. The same in every mode.
+    """`rounds.begin` over the mesh: (state, cache, tokens [B, T], valid [B], remaining [B], stop
+    ids) -> cache, Begun. The same in every mode.
     """
 
-    def program(state, cache, tokens, valid):
+    def program(state, cache, tokens, valid, remaining, stop_ids):
         rows, cached = stream_spec(mesh, tokens.shape[0]), cache_specs(mesh, cache)
         device = on_mesh(
             mesh,
             lambda state, *rest: rounds.begin(nnx.merge(graphdef, state), *rest),
-            (parameter_specs(state), cached, rows, rows),
+            (parameter_specs(state), cached, rows, rows, rows, PartitionSpec()),
             (cached, rows),
         )
-        return device(state, cache, tokens, valid)
+        return device(state, cache, tokens, valid, remaining, stop_ids)
 
     return program
 
@@ -139,17 +139,6 @@ def _programs(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str) -> 
     return Programs(graphdef, mesh, limits, mode)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Begun:
-    """A prefilled stream: the first token, the margin that it was chosen by, and how many more
-    tokens are wanted.
-    """
-
-    token: int
-    margin: float
-    remaining: int
-
-
 class Engine:
     """A model in one mode, ready to run streams.
 
@@ -176,33 +165,35 @@ class Engine:
             return 0.0
         started = time.perf_counter()
         with losses_explained():
-            cache, chosen = self._prefill_chunk(new_cache(self.model, self.width), [])
+            cache, begun = self._prefill_chunk(new_cache(self.model, self.width), [])
             state, outputs, _ = self._run(self._round_state(cache, []), 0)  # no rounds
-            fetch(self.model.mesh, (chosen, outputs, *_shown(state)))
+            fetch(self.model.mesh, (begun, outputs, *_shown(state)))
         self.programs.warm.add(key)
         return time.perf_counter() - started
 
     def _prefill_chunk(self, cache, parts: Sequence[Sequence[int]]):
-        tokens, valid = (
-            np.zeros((self.width, self.model.limits.prefill_chunk), np.int32),
-            np.zeros(self.width, np.int32),
-        )
+        """A chunk of each prompt: the cache, and a Begun of all rows. Both stay on the device."""
+        tokens = np.zeros((self.width, self.model.limits.prefill_chunk), np.int32)
+        valid = np.zeros(self.width, np.int32)
         for b, part in enumerate(parts):
             tokens[b, : len(part)], valid[b] = part, len(part)
-        return self.programs.begin(self.state, cache, tokens, valid)
+        wanted = np.full(self.width, self.request.max_new_tokens, np.int32)
+        return self.programs.begin(self.state, cache, tokens, valid, wanted, self.stop_ids)
 
-    def _round_state(self, cache, begun: Sequence[_Begun]) -> rounds.RoundState:
+    def _round_state(self, cache, begun: Sequence[rounds.Begun]) -> rounds.RoundState:
+        """The state behind the prompts; rows without one are done."""
+
         def of_streams(values, idle, dtype):
             return np.array([*values, *[idle] * (self.width - len(begun))], dtype)
 
-        remaining = of_streams((stream.remaining for stream in begun), 0, np.int32)
+        remaining = self.request.max_new_tokens - 1
         small = rounds.RoundState(
             cache=None,
             anchor=of_streams((stream.token for stream in begun), 0, np.int32),
             margin=of_streams((stream.margin for stream in begun), 0, np.float32),
-            remaining=remaining,
-            done=remaining == 0,
-            faulty=of_streams((-1 for _ in begun), -1, np.int32),
+            remaining=of_streams((remaining for _ in begun), 0, np.int32),
+            done=of_streams((stream.last for stream in begun), True, np.bool_),
+            faulty=np.full(self.width, -1, np.int32),
             gate=gates.init(self.config, self.width),
         )
         where = NamedSharding(self.model.mesh, stream_spec(self.model.mesh, self.width))
@@ -232,10 +223,10 @@ class Engine:
     def _stream(self, numbers: Sequence[int], rounds_per_call: int) -> Iterator[Emission]:
         self.gate_state = None
         cache, begun = self._prefill(numbers)
-        remaining = [stream.remaining for stream in begun]
-        done = np.equal(remaining, 0)
         for number, stream in zip(numbers, begun):
-            yield Emission(number, [stream.token], None, not stream.remaining)
+            yield Emission(number, [stream.token], None, stream.last)
+        done = np.array([stream.last for stream in begun])
+        anchors = [len(self.request.prompts[number]) for number in numbers]  # their positions
         state = self._round_state(cache, begun)
         while not done.all():
             state, outputs, count = self._run(state, rounds_per_call)
@@ -244,53 +235,38 @@ class Engine:
                 self.model.mesh, (*_shown(state), outputs, count)
             )
             for i in range(int(count)):
-                for b, number in enumerate(numbers):
-                    anchor = self._anchor_position(number, remaining[b])
-                    tokens, remaining[b] = self._kept(
-                        outputs.tokens[i, b, : outputs.emitted[i, b]].tolist(), remaining[b]
-                    )
-                    if tokens:
-                        record = None if self.request.mode == "plain" else _record(outputs, i, b)
-                        _refuse_damaged_drafts(record, number, anchor)
-                        yield Emission(number, tokens, record, not remaining[b])
+                yield from self._emissions(numbers, anchors, outputs, i)
             for number, position in zip(numbers, faulty.tolist()):
                 if position >= 0:
                     raise NumericsError(_not_finite(number, position))
 
-    def _prefill(self, numbers: Sequence[int]) -> tuple[Cache, list[_Begun]]:
-        """All prompts, chunk by chunk. A prompt that has ended takes no rows of later chunks, and
-        its choice is kept.
+    def _emissions(self, numbers, anchors: list[int], outputs, i: int) -> Iterator[Emission]:
+        """What round i of a call emitted; moves `anchors` on."""
+        for b, number in enumerate(numbers):
+            tokens = outputs.tokens[i, b, : outputs.kept[i, b]].tolist()
+            if tokens:
+                record = None if self.request.mode == "plain" else _record(outputs, i, b)
+                _refuse_damaged_drafts(record, number, anchors[b])
+                anchors[b] += len(tokens)
+                yield Emission(number, tokens, record, bool(outputs.last[i, b]))
+
+    def _prefill(self, numbers: Sequence[int]) -> tuple[Cache, list[rounds.Begun]]:
+        """All prompts, chunk by chunk: the cache, and a Begun of each stream. A prompt that has
+        ended takes no rows of later chunks.
         """
         prompts, begun = [self.request.prompts[number] for number in numbers], {}
         cache, chunk = new_cache(self.model, self.width), self.model.limits.prefill_chunk
         for at in range(0, max(map(len, prompts)), chunk):
-            cache, chosen = self._prefill_chunk(
+            cache, said = self._prefill_chunk(
                 cache, [prompt[at : at + chunk] for prompt in prompts]
             )
             ending = [b for b, prompt in enumerate(prompts) if at < len(prompt) <= at + chunk]
-            values = fetch(self.model.mesh, chosen) if ending else None
+            said = fetch(self.model.mesh, said) if ending else None
             for b in ending:
-                token, margin, finite = (value[b].item() for value in values)
-                if not finite:
+                begun[b] = jax.tree.map(lambda leaf, b=b: leaf[b].item(), said)
+                if not begun[b].finite:
                     raise NumericsError(_not_finite(numbers[b], len(prompts[b]) - 1))
-                begun[b] = _Begun(
-                    token, margin, self._kept([token], self.request.max_new_tokens)[1]
-                )
         return cache, [begun[b] for b in range(len(prompts))]
-
-    def _anchor_position(self, number: int, remaining: int) -> int:
-        """Where the last token stands that was emitted for this prompt, while so many are still
-        wanted.
-        """
-        return len(self.request.prompts[number]) + self.request.max_new_tokens - remaining - 1
-
-    def _kept(self, tokens: list[int], remaining: int) -> tuple[list[int], int]:
-        """What of a round's tokens is wanted, and how many more are then: none behind a stop token."""
-        tokens = tokens[:remaining]
-        stop = next(
-            (j for j, token in enumerate(tokens) if token in self.request.stop_token_ids), None
-        )
-        return (tokens, remaining - len(tokens)) if stop is None else (tokens[: stop + 1], 0)
 
 
 def _shown(state: rounds.RoundState) -> tuple[gates.GateState, jax.Array, jax.Array]:

@@ -46,12 +46,13 @@ class RoundOutput:
     """What one round did; of a stream that was done before: emitted 0."""
 
     tokens: jax.Array  # [B, K+1] int32: what the main model says; the first `emitted` count
-    # [B] int32: accepted + 1; fewer where the logits behind a token that is wanted are not finite
+    # [B] int32: accepted + 1; fewer where the logits behind a token that is kept are not finite
     emitted: jax.Array
+    kept: jax.Array  # [B] int32: of those, the ones up to the end of the stream
+    last: jax.Array  # [B] bool: the stream ends with them
     proposed: jax.Array  # [B] int32: K, or 0 after a margin skip
-    verified: (
-        jax.Array
-    )  # [B] int32: drafts chosen to be verified, of those that the cache has room for
+    # [B] int32: drafts chosen to be verified, of those that the cache has room for
+    verified: jax.Array
     accepted: jax.Array  # [B] int32: leading drafts that matched
     confidence: jax.Array  # [B, K] float32; of no meaning after a margin skip
     margin: jax.Array  # [B] float32: of the anchor that the round began with
@@ -68,6 +69,32 @@ class Verdict:
     tokens: jax.Array  # [B, K+1] int32
     accepted: jax.Array  # [B] int32
     logits: jax.Array
+
+
+@struct.dataclass
+class Begun:
+    """What the last row of a chunk of the prompt says; of use where the prompt ends with it."""
+
+    token: jax.Array  # [B] int32: the first token of the stream
+    margin: jax.Array  # [B] float32, logits: top1 - top2 where it was chosen
+    finite: jax.Array  # [B] bool: the logits that it was chosen by are sound
+    last: jax.Array  # [B] bool: the stream ends with it
+
+
+def kept_tokens(
+    tokens: jax.Array, emitted: jax.Array, remaining: jax.Array, stop_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Where a stream ends: with its first stop token, or with the last token that is wanted.
+
+    Of tokens [B, T] the first emitted [B] count, and remaining [B] more are wanted; stop_ids [S].
+    Returns how many of them the stream is to have, int32 [B], and whether it ends so, bool [B].
+    """
+    most = jnp.minimum(emitted, remaining)
+    stops = jnp.any(tokens[..., None] == stop_ids, axis=-1)
+    stops &= jnp.arange(tokens.shape[1]) < most[:, None]
+    stopped = jnp.any(stops, axis=1)
+    kept = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, most)
+    return kept, stopped | (kept == remaining)
 
 
 def plain_step(module: DSpark, limits: Limits, state: RoundState) -> Verdict:
@@ -131,7 +158,8 @@ def verify_sequentially(
 
 
 def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify, state: RoundState):
-    """One round of `verify`: (state, RoundOutput, Verdict).
+    """One round of `verify`: the state with what the gate learned, what was done about drafts (as
+    in RoundOutput), and the Verdict.
 
     Near the end of the cache only drafts that it has room for are verified; the gate's counters
     tell what the gate chose.
@@ -146,17 +174,13 @@ def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify,
     verdict = verify(module, limits, state, drafts, n)
     skipped = active & (chosen == 0)
     outcome = gate.Outcome(confidence, verdict.accepted, n, chosen, skipped, by_margin)
-    output = RoundOutput(
-        tokens=verdict.tokens,
-        emitted=jnp.where(active, verdict.accepted + 1, 0),
-        proposed=jnp.where(active & ~by_margin, block, 0),
-        verified=n,
-        accepted=verdict.accepted,
-        confidence=confidence,
-        margin=state.margin,
-        skipped=jnp.where(by_margin, MARGIN_SKIP, jnp.where(skipped, GATE_SKIP, NOT_SKIPPED)),
-    )
-    return state.replace(gate=gate.learn(config, state.gate, outcome)), output, verdict
+    drafted = {
+        "proposed": jnp.where(active & ~by_margin, block, 0),
+        "verified": n,
+        "confidence": confidence,
+        "skipped": jnp.where(by_margin, MARGIN_SKIP, jnp.where(skipped, GATE_SKIP, NOT_SKIPPED)),
+    }
+    return state.replace(gate=gate.learn(config, state.gate, outcome)), drafted, verdict
 
 
 def _draft_unless(
@@ -189,69 +213,56 @@ def step(
 
     Returns the state, the RoundOutput and the verified logits [B, K+1, V] (plain: [B, 1, V]).
     """
-    before = state.cache.position
     if mode == "plain":
-        verdict = plain_step(module, limits, state)
-        output = _plain_output(module, state, verdict)
+        verdict, drafted = plain_step(module, limits, state), _nothing_drafted(module, state)
     else:
         verify = {"sequential": verify_sequentially, "block": verify_block}[mode]
-        state, output, verdict = speculative_step(module, limits, config, verify, state)
-    wanted = _wanted(state, output, stop_ids)
-    broken = wanted & ~sampling.finite(verdict.logits)
-    first = jnp.argmax(broken, axis=1).astype(jnp.int32)
-    output = output.replace(emitted=jnp.where(broken.any(axis=1), first, output.emitted))
-    state = state.replace(faulty=jnp.where(broken.any(axis=1), before + first, state.faulty))
-    return _advance(state, output, verdict, stop_ids), output, verdict.logits
+        state, drafted, verdict = speculative_step(module, limits, config, verify, state)
+    output, state = _output(state, drafted, verdict, stop_ids)
+    return _advance(state, output, verdict), output, verdict.logits
 
 
-def _plain_output(module: DSpark, state: RoundState, verdict: Verdict) -> RoundOutput:
+def _nothing_drafted(module: DSpark, state: RoundState) -> dict[str, jax.Array]:
     none = jnp.zeros_like(state.anchor)
     confidence = jnp.zeros((none.shape[0], module.main.config.dspark_block_size), jnp.float32)
-    return RoundOutput(
-        verdict.tokens,
-        (~state.done).astype(jnp.int32),
-        none,
-        none,
-        none,
-        confidence,
-        state.margin,
-        none,
+    return {"proposed": none, "verified": none, "confidence": confidence, "skipped": none}
+
+
+def _output(
+    state: RoundState, drafted: dict[str, jax.Array], verdict: Verdict, stop_ids: jax.Array
+) -> tuple[RoundOutput, RoundState]:
+    """What the round did, up to the first kept token whose logits are not finite, and the state
+    with the position of such a fault.
+    """
+    emitted = jnp.where(state.done, 0, verdict.accepted + 1)
+    kept, last = kept_tokens(verdict.tokens, emitted, state.remaining, stop_ids)
+    broken = jnp.arange(verdict.tokens.shape[1]) < kept[:, None]
+    broken &= ~sampling.finite(verdict.logits)
+    first, fault = jnp.argmax(broken, axis=1).astype(jnp.int32), jnp.any(broken, axis=1)
+    output = RoundOutput(
+        tokens=verdict.tokens,
+        emitted=jnp.where(fault, first, emitted),
+        kept=jnp.where(fault, first, kept),
+        last=last & ~fault,
+        accepted=verdict.accepted,
+        margin=state.margin,
+        **drafted,
     )
+    position = state.cache.position + first
+    return output, state.replace(faulty=jnp.where(fault, position, state.faulty))
 
 
-def _stops(output: RoundOutput, stop_ids: jax.Array) -> jax.Array:
-    """bool [B, K+1]: emitted stop tokens."""
-    emitted = jnp.arange(output.tokens.shape[1]) < output.emitted[:, None]
-    return emitted & jnp.any(output.tokens[..., None] == stop_ids, axis=-1)
-
-
-def _wanted(state: RoundState, output: RoundOutput, stop_ids: jax.Array) -> jax.Array:
-    """bool [B, K+1]: tokens that a plain decode would emit too: not more than wanted, none behind a
-    stop token.
-    """
-    stops = _stops(output, stop_ids)
-    many = jnp.minimum(output.emitted, state.remaining)[:, None]
-    return (jnp.arange(stops.shape[1]) < many) & (jnp.cumsum(stops, axis=1) - stops == 0)
-
-
-def _advance(
-    state: RoundState, output: RoundOutput, verdict: Verdict, stop_ids: jax.Array
-) -> RoundState:
-    """The last emitted token becomes the anchor; a stop token, the wanted length or a fault ends a
-    stream.
-    """
+def _advance(state: RoundState, output: RoundOutput, verdict: Verdict) -> RoundState:
+    """The last emitted token becomes the anchor. The end of a stream or a fault makes it done."""
     last = jnp.maximum(output.emitted - 1, 0)[:, None]
     chosen_by = jnp.take_along_axis(verdict.logits, last[..., None], axis=1)[:, 0]
-    stopped = jnp.any(_stops(output, stop_ids), axis=1)
-    remaining = state.remaining - output.emitted
+    anchor = jnp.take_along_axis(output.tokens, last, axis=1)[:, 0]
     return state.replace(
         cache=verdict.cache,
-        anchor=jnp.where(
-            state.done, state.anchor, jnp.take_along_axis(output.tokens, last, axis=1)[:, 0]
-        ),
+        anchor=jnp.where(state.done, state.anchor, anchor),
         margin=jnp.where(state.done, state.margin, sampling.margin(chosen_by)),
-        remaining=remaining,
-        done=state.done | stopped | (remaining <= 0) | (state.faulty >= 0),
+        remaining=state.remaining - output.kept,
+        done=state.done | output.last | (state.faulty >= 0),
     )
 
 
@@ -289,12 +300,21 @@ def run(
     return state, outputs, count
 
 
-def begin(module: DSpark, cache: Cache, tokens: jax.Array, valid: jax.Array):
-    """One prefill chunk, tokens [B, T] of which valid [B] count: the cache, committed, and what the
-    last valid row says: the token, its margin, and whether its logits are finite.
+def begin(
+    module: DSpark,
+    cache: Cache,
+    tokens: jax.Array,
+    valid: jax.Array,
+    remaining: jax.Array,
+    stop_ids: jax.Array,
+) -> tuple[Cache, Begun]:
+    """One prefill chunk, tokens [B, T] of which valid [B] count, of streams of which remaining [B]
+    tokens are wanted: the cache, committed, and what the last valid row says.
     """
     y, _, cache = extend_step(module, cache, tokens, valid, "prefill")
-    last = jnp.take_along_axis(y, (valid - 1)[:, None, None], axis=1)
-    logits = module.main.logits(last)[:, 0]
-    said = sampling.choose(logits), sampling.margin(logits), sampling.finite(logits)
-    return commit(cache, valid), said
+    last_row = jnp.take_along_axis(y, (valid - 1)[:, None, None], axis=1)
+    logits = module.main.logits(last_row)[:, 0]
+    token = sampling.choose(logits)
+    _, last = kept_tokens(token[:, None], jnp.ones_like(token), remaining, stop_ids)
+    begun = Begun(token, sampling.margin(logits), sampling.finite(logits), last)
+    return commit(cache, valid), begun

@@ -115,6 +115,8 @@ class _Shapes:
             self.cache,
             ints(self.streams, self.limits.prefill_chunk),
             ints(self.streams),
+            ints(self.streams),
+            ints(8),
         )
         programs = {PROGRAMS[0]: (prefill_program(self.graphdef, self.mesh), 1, prefill)}
         config = jax.tree.map(

@@ -274,7 +274,8 @@ def test_records_replayed_through_the_gate(model, prompts, plain, mode, gate):
 def test_stats_are_counts_of_the_records(model, prompts):
     gate = GATES[3]
     out = dspark.generate(model, prompts, 30, "block", gate, stop_token_ids=[])
-    for name, records in [(None, sum(out.rounds, [])), *enumerate(out.rounds)]:
+    together = [record for records in out.rounds for record in records]
+    for name, records in [(None, together), *enumerate(out.rounds)]:
         stats = out.stats if name is None else out.stats["per_prompt"][name]
         verified, accepted = sum(r.verified for r in records), sum(r.accepted for r in records)
         assert stats["rounds"] == len(records)
@@ -310,10 +311,15 @@ def test_plain_has_no_rounds(model, prompts):
     assert out.stats["accept_rate"] is None and out.stats["tokens_per_round"] is None
 
 
-def test_one_token_is_no_round(model, prompts, plain):
-    for mode in ("plain", *SPECULATIVE):
-        out = dspark.generate(model, prompts[0], 1, mode)
+@pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
+def test_a_stream_of_one_token_is_no_round(model, prompts, plain, mode, monkeypatch):
+    """By length or by a stop token: the prefill knows that nothing follows."""
+    dspark.generate(model, prompts[0], 2, mode)
+    monkeypatch.setattr(engines.Engine, "_run", None)
+    for length, stops in ((1, []), (40, [plain[0][0]])):
+        out = dspark.generate(model, prompts[0], length, mode, stop_token_ids=stops)
         assert out.tokens == [plain[0][:1]] and out.rounds == [[]] and out.stats["rounds"] == 0
+        assert out.finish_reasons == ["stop" if stops else "length"]
 
 
 @pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
@@ -330,7 +336,7 @@ def test_a_prompt_gives_the_same_alone_before_and_after_another(model, prompts, 
 def test_stream_is_generate_round_by_round(model, prompts, mode):
     out = dspark.generate(model, prompts[1], 31, mode, GATES[2], stop_token_ids=[])
     events = list(dspark.stream(model, prompts[1], 31, mode, GATES[2], stop_token_ids=[]))
-    assert sum((event.tokens for event in events), []) == out.tokens[0]
+    assert [token for event in events for token in event.tokens] == out.tokens[0]
     assert events[0].record is None and len(events[0].tokens) == 1
     assert [event.record for event in events[1:] if event.record] == out.rounds[0]
     assert all(event.text is None for event in events)
@@ -406,7 +412,7 @@ def test_compile_seconds_are_counted_apart(plain_run):
 
 
 def test_streamed_text_adds_up(model, prompts):
-    """Ids of single bytes: random ones, so that whole characters, split ones and broken ones occur."""
+    """Ids of single bytes, random ones: whole characters, split ones and broken ones occur."""
     model = dataclasses.replace(model, tokenizer=byte_tokenizer())
     out = dspark.generate(model, prompts, 60, stop_token_ids=[])
     assert out.texts == [bytes(tokens).decode(errors="replace") for tokens in out.tokens]

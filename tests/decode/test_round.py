@@ -284,19 +284,38 @@ def test_the_end_of_a_stream(model, oracle, start, plain, mode):
     """A stop token or the wanted length within what a round emits ends the stream; the round says
     what it computed.
     """
-    for index in range(1 if mode == "plain" else BLOCK + 1):
+    emits = 1 if mode == "plain" else BLOCK + 1
+    for index in range(emits):
         stops = NO_STOPS.copy()
         stops[3] = plain[0][0, index]
+        assert stops[3] not in plain[0][0, :index]
         state, output, _ = step(oracle, mode, start, OFF, stops)
-        assert state.done[0] and output.emitted[0] == (1 if mode == "plain" else BLOCK + 1)
-        state, _, _ = step(
-            oracle, mode, start.replace(remaining=np.array([index + 1, LENGTH], np.int32))
-        )
-        assert state.done.tolist() == [True, False]
-    state, _, _ = step(
-        oracle, mode, start.replace(remaining=np.array([BLOCK + 2, LENGTH], np.int32))
-    )
-    assert state.done.tolist() == [False, False]
+        assert (output.emitted[0], output.kept[0], output.last[0]) == (emits, index + 1, True)
+        assert state.done[0]
+        remaining = np.array([index + 1, LENGTH], np.int32)
+        state, output, _ = step(oracle, mode, start.replace(remaining=remaining))
+        assert (output.emitted[0], output.kept[0], output.last[0]) == (emits, index + 1, True)
+        assert state.done.tolist() == [True, False] and not output.last[1]
+    remaining = np.array([BLOCK + 2, LENGTH], np.int32)
+    state, output, _ = step(oracle, mode, start.replace(remaining=remaining))
+    assert state.done.tolist() == output.last.tolist() == [False, False]
+    assert output.kept.tolist() == output.emitted.tolist()
+    assert state.remaining.tolist() == (remaining - output.kept).tolist()
+
+
+def test_where_a_stream_ends():
+    """Against a loop: every number emitted and wanted, stop tokens anywhere or nowhere."""
+    rng, rows = np.random.default_rng(2), 2000
+    tokens = rng.integers(0, 12, (rows, BLOCK + 1)).astype(np.int32)
+    emitted, remaining = rng.integers(0, BLOCK + 2, (2, rows)).astype(np.int32)
+    stop_ids = np.array([3, 7, -1, -1], np.int32)
+    kept, last = rounds.kept_tokens(tokens, emitted, remaining, stop_ids)
+    for b in range(rows):
+        count, ended = 0, remaining[b] == 0
+        while count < emitted[b] and not ended:
+            ended = tokens[b, count] in stop_ids or count + 1 == remaining[b]
+            count += 1
+        assert (int(kept[b]), bool(last[b])) == (count, ended)
 
 
 @pytest.mark.parametrize("mode", ["sequential", "block"])
