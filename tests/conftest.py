@@ -59,13 +59,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def golden_float():
-    """The golden model without activation quantisation, float32, max_seq_len 128, prefill_chunk 16."""
+    """The golden model without activation quantisation, float32, max_seq_len 128."""
     return golden_model(activation_quant=False)
 
 
 @pytest.fixture(scope="session")
 def golden_reference():
-    """The golden model with activation quantisation, float32, max_seq_len 128, prefill_chunk 16."""
+    """The golden model with activation quantisation, float32, max_seq_len 128."""
     return golden_model(activation_quant=True)
 
 

@@ -98,7 +98,7 @@ def test_loads_like_the_official_directory(source, converted):
 
 
 def test_memory_is_bounded(source, tmp_path):
-    """At most 1.5 times the largest tensor beyond what the mesh holds (nothing while converting)."""
+    """Beyond what the mesh holds (nothing while converting), 1.5 times the largest tensor."""
     parts.write_source(tmp_path / "larger", parts.larger_config())
     used = parts.result(parts.start(4, "memory", source, tmp_path / "larger", tmp_path))
     assert used["model"] > 2 * used["largest"] > 30e6, "too small to show anything"

@@ -44,12 +44,12 @@ def run_changed(function, config, module, *args):
 
 
 def _call(function, state, args):
-    """NumPy in and out: a program is compiled again for an argument that lies on a device already."""
+    """NumPy in and out: an argument that already lies on a device would compile it once more."""
     return jax.tree.map(np.asarray, function(state, *jax.tree.map(np.asarray, args)))
 
 
 def _jitted(function, config, graphdef):
-    """Without LLVM's optimisations: it compiles in half the time, and the deviations stay the same."""
+    """Without LLVM's optimisations: half the time to compile, and the same deviations."""
     options = {**(backend.compiler_options() or {}), "xla_backend_optimization_level": 0}
     return jax.jit(
         lambda state, *args: function(config, nnx.merge(graphdef, state), *args),

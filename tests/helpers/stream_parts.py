@@ -207,7 +207,7 @@ def check_last_vocabulary_shard(model, prompts, alone) -> None:
 
 
 def check_goldens(model, expected) -> None:
-    """Without the gate, two streams beside each other emit the golden tokens in the golden rounds."""
+    """Without the gate, two streams side by side emit the golden tokens in the golden rounds."""
     import dspark_jax as dspark
 
     prompts = [expected[f"p{i}.ids"].tolist() for i in (1, 2)]
@@ -220,7 +220,7 @@ def check_goldens(model, expected) -> None:
 
 
 def check_faults(model, prompts, alone) -> None:
-    """A token that makes logits NaN, in one stream only: the error names its prompt and position."""
+    """A token makes the logits of one stream NaN: the error names its prompt and position."""
     import pytest
 
     import dspark_jax as dspark

@@ -24,7 +24,7 @@ DTYPES = {
 
 
 def golden_arrays(name: str) -> dict[str, np.ndarray]:
-    """All tensors of tests/goldens/<name>.safetensors; int8 codes and e8m0 scales as bytes (uint8)."""
+    """All tensors of goldens/<name>.safetensors; int8 codes and e8m0 scales as bytes (uint8)."""
     file = SafetensorsFile(GOLDENS / f"{name}.safetensors")
     assert not file.problems, file.problems
     arrays = {}

@@ -74,7 +74,7 @@ def run(name: str, call: Call, *, regime="decode", activation_quant=False) -> np
 
 
 def random_experts(rng, experts: int, width: int, inner: int) -> Experts:
-    """Random codes; scales within 2 ** -9 .. 2 ** -3 and, for some blocks, the smallest there is."""
+    """Random codes; scales within 2 ** -9 .. 2 ** -3, and the smallest there is for some blocks."""
     packed = lambda *shape: rng.integers(0, 256, shape, np.uint8)
     scales = lambda *shape: rng.integers(118, 125, shape).astype(np.uint8)
     s13 = scales(experts, 2 * inner, width // 32)

@@ -72,7 +72,7 @@ def test_regimes_and_storages_agree_on_cpu(width, inner, rows):
 
 
 def test_order_of_routes_is_the_order_of_additions():
-    """Summing routes in another order changes bits somewhere, so equal bits above mean one order."""
+    """Another order of summing routes changes some bits: equal bits above mean one order."""
     call = make_call(13, routes(13, 64, 4, 8), held=8, width=128, inner=128)
     swapped = call._replace(ids=call.ids[:, ::-1].copy(), weights=call.weights[:, ::-1].copy())
     y, z = run("xla", call), run("xla", swapped)

@@ -74,7 +74,7 @@ def test_lowers_for_cuda(rows):
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_packed_experts_are_read_in_place_on_cpu(rows):
-    """What the program needs beside its arguments is small against the packed table of 64 experts."""
+    """The program needs little beside its arguments, against the packed table of 64 experts."""
     arguments, experts = real_call(rows)
     program = (
         jax.jit(op("xla", rows), compiler_options=compiler_options())

@@ -71,22 +71,21 @@ def test_a_swapped_expert_shows(name):
     assert oracle.error(wrong, exact, only) > 30 * max(oracle.error(right, exact, only), 5e-3)
 
 
+def by_hand(packed, scales):
+    """One expert's matrix, float64, from its codes [N, K / 2] and scales [N, K / 32]."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+    magnitudes = values[codes & 7] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
+    return np.where(codes >= 8, -1, 1) * magnitudes
+
+
 def test_the_line_itself():
     """The float64 line against the sum written out for one row, without its caches and slack."""
     call = CALLS["one row"]
     out = np.zeros(128)
     for expert, weight in zip(call.ids[0], call.weights[0].astype(np.float64)):
-        scale = lambda s: np.repeat(2.0 ** (s[expert].astype(np.float64) - 127), 32, axis=1)
-        values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        nibbles = lambda w: np.stack([w[expert] & 15, w[expert] >> 4], -1).reshape(w.shape[1], -1)
-        matrix_of = lambda w, s: (
-            np.where(nibbles(w) >= 8, -1, 1) * values[nibbles(w) & 7] * scale(s)
-        )
-        gate, up = np.split(
-            matrix_of(call.experts.w13, call.experts.s13) @ call.x[0].astype(np.float64), 2
-        )
+        w13, s13, w2, s2 = (table[expert] for table in call.experts)
+        gate, up = np.split(by_hand(w13, s13) @ call.x[0].astype(np.float64), 2)
         gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
-        out += matrix_of(call.experts.w2, call.experts.s2) @ (
-            weight * gate / (1 + np.exp(-gate)) * up
-        )
+        out += by_hand(w2, s2) @ (weight * gate / (1 + np.exp(-gate)) * up)
     np.testing.assert_allclose(lines("one row", False)[1].out[0], out, rtol=1e-12)

@@ -176,7 +176,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 from dspark_jax.runtime import processes, sharding
 coordinator, rank = sys.argv[1], int(sys.argv[2])
 processes.initialize(coordinator, rank, 2)
-print("said", *expert_storage.memory_of_processes(sharding.make_mesh(2, 2), (100 << 20) + rank, (200 + rank) << 20))
+mesh, needed, available = sharding.make_mesh(2, 2), (100 << 20) + rank, (200 + rank) << 20
+print("said", *expert_storage.memory_of_processes(mesh, needed, available))
 """
 
 

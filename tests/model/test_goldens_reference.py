@@ -76,7 +76,7 @@ def test_blocks(golden_reference, expected_reference):
 
 
 def attend(runner, model, expected, layer):
-    """Attention of prompt 2 from its golden input, NumPy without padding: output, cache, indexer."""
+    """Attention of prompt 2 from its golden input: output without padding, cache, indexer."""
     x = expected[f"p2.attn_in.{layer}"]
     rows = run(
         rotary_rows,

@@ -119,7 +119,7 @@ def test_act_quant_needs_its_own_block(primitives):
 
 
 def test_a_key_is_quantised_in_blocks_of_64_without_its_rotary_channels(primitives):
-    """192 of the first kind: the golden models have 64, which blocks of 128 would quantise alike."""
+    """192 of the first kind: the golden models' 64 would look the same in blocks of 128."""
     x, out = primitives["act_quant.b64k192.in"], primitives["act_quant.b64k192.out"]
     rotary = np.random.default_rng(0).standard_normal((len(x), 32)).astype(np.float32)
     attention = types.SimpleNamespace(plain=192, numerics=Numerics("float32", True))
@@ -306,7 +306,7 @@ def test_sinkhorn_counts_iterations(primitives):
 
 
 def test_sinkhorn_columns_sum_to_one():
-    """The last operation normalises columns, so that the new streams are averages of the old ones."""
+    """The last operation normalises columns: the new streams are averages of the old ones."""
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4, 7)) * 3, jnp.float32)
     mix = jax.jit(hyper_connection.sinkhorn, static_argnums=(1, 2))(scores, 20, 1e-6)
     assert max_error(mix.sum(0), np.ones((4, 7))) < 1e-5

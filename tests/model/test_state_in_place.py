@@ -41,7 +41,7 @@ IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "scatter", "dynamic-upd
 
 
 def extents(shape) -> tuple[int, ...]:
-    """A shape without its ones, sorted: what a transposed or reshaped copy of an array keeps, too."""
+    """A shape without its ones, sorted: a transposed or reshaped copy of an array has it, too."""
     return tuple(sorted(n for n in shape if n > 1))
 
 

@@ -117,7 +117,7 @@ def test_mixed_chunks(plain):
 
 
 def test_prefill_chunk(plain):
-    """Another prefill_chunk, which divides neither ratio, window nor prompt, with the same rings."""
+    """Another prefill_chunk, which divides neither ratio, window nor prompt; the same rings."""
     logits, hidden, cache = dspark.prefill(
         with_limits(plain.model, prefill_chunk=5), plain.tokens[0].tolist()
     )

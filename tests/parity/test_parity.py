@@ -117,7 +117,7 @@ def test_captured_hidden(pair, measured):
 
 
 def test_prefill_then_decode(pair, measured):
-    """One token at a time through our cache, against Hugging Face's cache and its uncached forward."""
+    """One token at a time through our cache, against Hugging Face with its cache and without."""
     for start, steps in pair.pattern.decode:
         prompt, rest = pair.ids[:start], pair.ids[start : start + steps]
         logits, _, cache = dspark.prefill(pair.ours, prompt)

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
+import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from . import hf

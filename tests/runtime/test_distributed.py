@@ -131,4 +131,4 @@ def test_a_mesh_without_a_process_is_refused(monkeypatch):
 
 def test_other_errors_are_left_alone():
     with pytest.raises(ZeroDivisionError), processes.losses_explained():
-        1 // 0
+        raise ZeroDivisionError

@@ -74,7 +74,7 @@ def test_collectives_are_found_in_compiled_text():
       %c = bf16[8,2]{1,0} all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}
       %d = f32[3]{0} collective-permute(%v), source_target_pairs={{0,1}}
       %e = f32[3]{0} add(%d, %d)
-      %f = f32[5]{0} all-reduce(%x), channel_id=1, replica_groups=mesh['data'=2,'model'=2] {'model'}, to_apply=%sum
+      %f = f32[5]{0} all-reduce(%x), replica_groups=mesh['data'=2,'model'=2] {'model'}, to_apply=%s
     """
     found, groups = collectives(text)
     assert found == {

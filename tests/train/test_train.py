@@ -109,7 +109,7 @@ def exported(main, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gradients(main):
-    """Compiled (params, batch) -> ((loss, measures), gradients) through the checkpoint's storage."""
+    """Compiled (params, batch) -> ((loss, measures), gradients), in the checkpoint's storage."""
     task = main[1]
 
     def loss(params, batch):
@@ -419,7 +419,8 @@ def test_tokenizer_round_trips_and_keeps_digits_single():
 
 def test_unreachable_source_names_itself(monkeypatch):
     monkeypatch.setattr(fetch_text.shutil, "which", lambda name: None)
-    with pytest.raises(fetch_text.SourceError, match="apt-get is not installed.*npm is not installed"):
+    message = "apt-get is not installed.*npm is not installed"
+    with pytest.raises(fetch_text.SourceError, match=message):
         fetch_text.prose()
     with pytest.raises(fetch_text.SourceError, match="no Python standard library found under"):
         fetch_text.code("/nonexistent")
