@@ -126,10 +126,12 @@ def _table(results: dict) -> str:
 
 
 def _row(kind: str, row: dict) -> str:
-    speed = row["tokens_per_second"]
+    speed, ratio = row["tokens_per_second"], row["over_fastest_plain"]["block"]
     rate = "-" if row["accept_rate"] is None else f"{100 * row['accept_rate']:.0f}%"
     rounds = "-" if row["tokens_per_round"] is None else f"{row['tokens_per_round']:.2f}"
-    return (
-        f"{kind:8}{speed[ONE_ROW]:14.1f}{speed['plain']:9.1f}{speed['sequential']:12.1f}{speed['block']:9.1f}{'':8}{row['over_fastest_plain']['block']:20.2f}{rate:>10}{rounds:>11} "
-        f" {'yes' if row['same_tokens'] else 'NO'}"
+    speeds = (
+        f"{speed[ONE_ROW]:14.1f}{speed['plain']:9.1f}{speed['sequential']:12.1f}"
+        f"{speed['block']:9.1f}"
     )
+    same = "yes" if row["same_tokens"] else "NO"
+    return f"{kind:8}{speeds}{'':8}{ratio:20.2f}{rate:>10}{rounds:>11}  {same}"

@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
     return run_command(args, _run)
 
 
-def _run(args: argparse.Namespace, primary: bool) -> int:
+def _run(args: argparse.Namespace, prints: bool) -> int:
     from dspark_jax.checkpoints.convert import verify
     from dspark_jax.loading.conversion import convert_checkpoint
 
     with _interruptible(
-        _Progress("verified" if args.verify else "converted", args.quiet or not primary)
+        _Progress("verified" if args.verify else "converted", args.quiet or not prints)
     ) as progress:
         if args.verify:
             count = verify(args.paths[0], progress)

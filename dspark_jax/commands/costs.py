@@ -1,4 +1,4 @@
-"""What a draft, a verify and a plain step cost on this machine: medians over single calls, in ms."""
+"""What a draft, a verify and a plain step cost on this machine, in ms: medians of single calls."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ def measure(model: Model, prompt: list[int]) -> dict[str, float]:
     A round is timed as a whole and its draft alone; verify is the difference. A prompt that leaves
     too little room for the rounds is cut. Raises ConfigError where not even two rounds fit.
     """
-    repeats = check_room(model)
-    prompt = prompt[
-        : model.limits.max_seq_len - 1 - (model.config.dspark_block_size + 1) * (repeats + 1)
-    ]
+    repeats, rows = check_room(model), model.config.dspark_block_size + 1
+    prompt = prompt[: model.limits.max_seq_len - 1 - rows * (repeats + 1)]
     _, _, cache = steps.prefill(model, prompt)
     token = np.array(prompt[-1:], np.int32)
     draft = _median_ms(lambda: jax.block_until_ready(steps.draft(model, cache, token)), _REPEATS)
@@ -46,17 +44,15 @@ def check_room(model: Model) -> int:
     if repeats < 1:
         raise ConfigError(
             f"max_seq_len {model.limits.max_seq_len} has no room to measure two rounds of {rows} "
-            "tokens; "
-            "load with a larger one"
+            "tokens; load with a larger one"
         )
     return repeats
 
 
 def _step_ms(model: Model, prompt: list[int], mode: str, repeats: int) -> float:
     """One call of one round, whatever it emits."""
-    most = 1 + (repeats + 1) * (
-        model.config.dspark_block_size + 1
-    )  # as many as these rounds may emit
+    rows = model.config.dspark_block_size + 1
+    most = 1 + (repeats + 1) * rows  # as many as these rounds may emit
     request = make_request(model, prompt, most, mode, GateConfig(), 0.0, 0, 1.0, [])
     emissions = Engine(model, request).stream([0], 1)
     next(emissions)

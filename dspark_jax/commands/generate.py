@@ -9,13 +9,11 @@ import dataclasses
 import json
 import re
 import sys
-import time
 from pathlib import Path
 
 from dspark_jax.commands.together import add_options, command_mesh, run_command, several_asked_for
 from dspark_jax.decode.modes import MODES
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
-from dspark_jax.runtime.interrupts import watch_interrupts
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -121,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     return run_command(args, _run)
 
 
-def _run(args: argparse.Namespace, primary: bool) -> int:
+def _run(args: argparse.Namespace, prints: bool) -> int:
     gate = asked_gate(args)
     if args.record is not None:
         _check_recording(args, gate)
@@ -136,28 +134,59 @@ def _run(args: argparse.Namespace, primary: bool) -> int:
         dtype=args.dtype,
         activation_quant=not args.no_activation_quant,
     )
-    options = dict(
-        max_new_tokens=args.max_new_tokens,
-        mode=args.mode,
-        gate=gate,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
-        stop_token_ids=_stop_ids(model, args.stop),
-    )
-    session = _Session(model, prompt, options, show=primary and not args.json)
+    run = _asked_run(model, prompt, args, gate)
     if args.record is not None:
         costs.check_room(model)
-    session.run()
-    if not primary:
-        return 130 if session.interrupted else 0
-    result = session.result()
-    print(json.dumps(result, indent=1, allow_nan=False)) if args.json else print(
-        "\n" + summary(result), file=sys.stderr
-    )
+    run.compile()
+    _complete(run, show=prints and not args.json)
+    if prints:
+        result = _result(run)
+        if args.json:
+            print(json.dumps(result, indent=1, allow_nan=False))
+        else:
+            print("\n" + summary(result), file=sys.stderr)
     if args.record is not None:
-        _record(model, session, args.record)
-    return 130 if session.interrupted else 0
+        _record(run, args.record)
+    return 130 if run.interrupted else 0
+
+
+def _asked_run(model, prompt: str, args: argparse.Namespace, gate):
+    """The Run that the arguments ask for. Its emissions come round by round, with their text."""
+    from dspark_jax.decode.request import make_request
+    from dspark_jax.decode.run import Run
+
+    top_k, stop_ids = 0, _stop_ids(model, args.stop)
+    sampling = args.temperature, top_k, args.top_p
+    request = make_request(model, prompt, args.max_new_tokens, args.mode, gate, *sampling, stop_ids)
+    return Run(model, request, rounds_per_call=1, with_text=True)
+
+
+def _complete(run, show: bool) -> None:
+    """Runs it, showing the text, or the ids where there is no tokenizer, as it comes."""
+
+    def each(emission) -> None:
+        ids = " ".join(map(str, emission.tokens)) + " "
+        print(ids if emission.text is None else emission.text, end="", flush=True)
+
+    try:
+        run.complete(each if show else None)
+    except DsparkError:
+        if show and run.prompts[0].tokens:
+            print(flush=True)  # the error begins a line of its own
+        raise
+
+
+def _result(run) -> dict:
+    """What --json prints."""
+    output = run.output()
+    return {
+        "mode": run.request.mode,
+        "text": output.texts and output.texts[0],
+        "tokens": output.tokens[0],
+        "finish_reason": output.finish_reasons[0],
+        "rounds": [dataclasses.asdict(record) for record in output.rounds[0]],
+        "stats": output.stats,
+    }
 
 
 def asked_gate(args: argparse.Namespace):
@@ -185,64 +214,6 @@ def _check_recording(args: argparse.Namespace, gate) -> None:
             "--record with --max-new-tokens 1: the first token comes from the prompt alone, so "
             "there is no round to record; ask for more tokens"
         )
-
-
-class _Session:
-    """One streamed run. What was emitted before Ctrl-C is kept."""
-
-    def __init__(self, model, prompt: str, options: dict, show: bool):
-        from dspark_jax.decode.generate import open_stream
-
-        self.model, self.show, self.interrupted = model, show, False
-        self.request, self.engine, self.events = open_stream(model, prompt, **options)
-        self.text: list[str] = []
-
-    def run(self) -> None:
-        from dspark_jax.decode.stats import PromptRun
-
-        self.finished = PromptRun(len(self.request.prompts[0]))
-        started = time.perf_counter()
-        try:
-            with watch_interrupts() as interrupt:
-                for event in self.events:
-                    self.finished.add(event.tokens, event.record)
-                    self.text.append(event.text or "")
-                    if self.show:
-                        print(
-                            event.text
-                            if event.text is not None
-                            else " ".join(map(str, event.tokens)) + " ",
-                            end="",
-                            flush=True,
-                        )
-                    if interrupt.seen:
-                        break
-            self.interrupted = interrupt.seen
-        except KeyboardInterrupt:
-            self.interrupted = True
-        except DsparkError:
-            if self.show and self.text:
-                print(flush=True)  # the error begins a line of its own
-            raise
-        self.finished.finished = not self.interrupted
-        self.finished.seconds = time.perf_counter() - started
-        self.finished.gate_state = self.engine.gate_of(0)
-
-    def result(self) -> dict:
-        """What --json prints."""
-        from dspark_jax.decode.stats import collect
-
-        stats = collect(
-            [self.finished], self.model.config.dspark_block_size, self.engine.compile_seconds
-        )
-        return {
-            "mode": self.request.mode,
-            "text": "".join(self.text) if self.model.tokenizer else None,
-            "tokens": self.finished.tokens,
-            "finish_reason": self.finished.finish_reason(self.request.stop_token_ids),
-            "rounds": [dataclasses.asdict(record) for record in self.finished.records],
-            "stats": stats,
-        }
 
 
 def summary(result: dict) -> str:
@@ -290,35 +261,35 @@ def _stop_ids(model, stops: list[str] | None) -> list[int] | None:
 
 
 def _stop_id(model, stop: str) -> int:
+    """A token by its id, by its spelling in the vocabulary, or by its text, which a vocabulary may
+    spell otherwise (a blank or a line break in one of bytes).
+    """
     if re.fullmatch("-?[0-9]{1,18}", stop):
         return int(stop)
     from dspark_jax.decode.request import check_text
 
     check_text(stop, f"--stop {stop!r}")
     token = model.tokenizer.token_to_id(stop) if model.tokenizer else None
-    if (
-        token is None
-    ):  # the vocabulary may spell it otherwise than the text: a blank or a line break in a byte-level one
-        ids = model.tokenizer.encode(stop, add_special_tokens=False).ids if model.tokenizer else []
-        if len(ids) != 1:
-            raise PromptError(
-                f"--stop {stop!r}: neither a token id nor a single token of this checkpoint's "
-                "tokenizer"
-            )
-        token = ids[0]
-    return token
+    if token is not None:
+        return token
+    ids = model.tokenizer.encode(stop, add_special_tokens=False).ids if model.tokenizer else []
+    if len(ids) != 1:
+        raise PromptError(
+            f"--stop {stop!r}: neither a token id nor a single token of this checkpoint's tokenizer"
+        )
+    return ids[0]
 
 
-def _record(model, session: _Session, path: str) -> None:
+def _record(run, path: str) -> None:
+    """Writes the rounds, with what they cost as measured now."""
     from dspark_jax.commands import costs
     from dspark_jax.decode.replay import RoundsRecorder
 
     recorder = RoundsRecorder(
-        model.config.dspark_block_size,
+        run.model.config.dspark_block_size,
         "dspark generate",
         "times are medians measured after the run",
     )
-    recorder.add(
-        "prompt", session.finished.records, **costs.measure(model, list(session.request.prompts[0]))
-    )
+    measured = costs.measure(run.model, list(run.request.prompts[0]))
+    recorder.add("prompt", run.prompts[0].records, **measured)
     recorder.write(path)

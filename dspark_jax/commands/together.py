@@ -24,14 +24,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def several_asked_for(args: argparse.Namespace) -> bool:
     """Whether the options of `add_options` ask for several processes."""
-    return not args.coordinator is args.process_id is args.num_processes is None
+    options = args.coordinator, args.process_id, args.num_processes
+    return any(option is not None for option in options)
 
 
 def run_command(args: argparse.Namespace, work: Callable[[argparse.Namespace, bool], int]) -> int:
-    """work(args, primary) of one process or, where the options ask for several, after joining them.
+    """work(args, prints) in one process or, where the options ask for several, after joining them.
     Returns the exit status.
 
-    primary: whether this process, number 0, is the one that prints results.
+    prints: whether this is the process that prints results, which is number 0.
     """
     if not several_asked_for(args):
         return work(args, True)

@@ -65,13 +65,14 @@ class Emission:
 
     prompt: its number in the request. record: None for the first token (chosen by the prefill) and
       in plain mode.
-    last: nothing follows.
+    last: nothing follows. text: what the tokens add to the text, where a Run makes it.
     """
 
     prompt: int
     tokens: list[int]
     record: RoundRecord | None
     last: bool
+    text: str | None = None
 
 
 class Programs:

@@ -16,7 +16,7 @@ from dspark_jax.loading.load import Model
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked request. prompts: token ids. stop_token_ids: what ends a stream, itself included."""
+    """A checked request. prompts: token ids. stop_token_ids: each ends a stream and is its last."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: int

@@ -11,7 +11,7 @@ from dspark_jax.decode.engine import RoundRecord
 @dataclasses.dataclass
 class PromptRun:
     """One prompt's run so far. seconds: prefill and rounds, without compilation, until its last
-    token.
+    token. pieces: of its text, one an emission, where text is made as it comes.
     """
 
     prompt_tokens: int
@@ -20,6 +20,7 @@ class PromptRun:
     seconds: float = 0.0
     finished: bool = False
     gate_state: gates.GateState | None = None
+    pieces: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, tokens: list[int], record: RoundRecord | None) -> None:
         self.tokens += tokens

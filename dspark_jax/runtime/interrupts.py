@@ -1,4 +1,4 @@
-"""Ctrl-C that cannot get lost."""
+"""Ctrl-C that is not lost."""
 
 from __future__ import annotations
 
@@ -17,22 +17,29 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def watch_interrupts() -> Iterator[Interrupt]:
-    """Within it Ctrl-C raises KeyboardInterrupt as always, and is remembered too: within a callback
-    of the runtime Python drops the exception. Changes nothing outside the main thread, nor where
-    the signal is ignored, as by nohup.
+def watch_interrupts(at_once: bool = True) -> Iterator[Interrupt]:
+    """Within it Ctrl-C is remembered: what runs looks at `seen` between its steps.
+
+    at_once: it raises KeyboardInterrupt too, as always; it is remembered because Python drops an
+      exception that is raised within a callback of the runtime. False: it raises nothing, so that
+      the step in hand is finished first.
+    Changes nothing outside the main thread, nor where the signal is ignored, as under nohup, nor
+    where the program has a handler that does not raise KeyboardInterrupt.
     """
-    interrupt = Interrupt()
+    interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
 
-    def notice(number, frame):
-        interrupt.seen = True
-        raise KeyboardInterrupt
+    def remember(number, frame):
+        try:
+            before(number, frame)
+        except KeyboardInterrupt:
+            interrupt.seen = True
+            if at_once:
+                raise
 
-    before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield interrupt
         return
-    signal.signal(signal.SIGINT, notice)
+    signal.signal(signal.SIGINT, remember)
     try:
         yield interrupt
     finally:

@@ -9,8 +9,6 @@ import dataclasses
 import functools
 import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from dspark_jax.runtime.interrupts import watch_interrupts
 from dspark_jax.train import quantise
 
 Params = dict[str, jax.Array]
@@ -189,8 +188,9 @@ def fit(
     frozen = jax.device_put(task.frozen, same)
     steps = {False: make_step(task, mesh, False), True: make_step(task, mesh, True)}
     end, saved = min(task.steps, task.steps if stop is None else stop), time.monotonic()
-    with _Interrupts() as interrupts:
-        while state.step < end and not interrupts.seen:
+    # In the middle of a step its arrays are given away: a step is finished first.
+    with watch_interrupts(at_once=False) as interrupt:
+        while state.step < end and not interrupt.seen:
             batch = jax.device_put(
                 task.batch(state.step), NamedSharding(mesh, PartitionSpec("data"))
             )
@@ -210,26 +210,9 @@ def fit(
                 save(path, state)
                 saved = time.monotonic()
     save(path, state)
-    if interrupts.seen:
+    if interrupt.seen:
         raise KeyboardInterrupt
     return state.params
-
-
-class _Interrupts:
-    """Notes Ctrl-C instead of raising it in the middle of a step, when the arrays are given away."""
-
-    def __enter__(self):
-        self.seen, self._main = False, threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def _note(self, *_):
-        self.seen = True
-
-    def __exit__(self, *_):
-        if self._main:
-            signal.signal(signal.SIGINT, self._before)
 
 
 class Log:
