@@ -53,9 +53,10 @@ def entry() -> int:
 
 
 def _own_process() -> None:
-    from dspark_jax.runtime.backend import require_equal_bits
+    from dspark_jax.runtime import backend, compilation_cache
 
-    require_equal_bits()
+    backend.require_equal_bits()
+    compilation_cache.enable(own_process=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -166,7 +167,14 @@ class Engine:
             return 0.0
         started = time.perf_counter()
         with losses_explained():
-            cache, begun = self._prefill_chunk(new_cache(self.model, self.width), [])
+            cache = new_cache(self.model, self.width)
+            _compile_together(
+                self.programs.begin.lower(*self._prefill_arguments(cache, [])),
+                lambda: self.programs.run.lower(
+                    *self._run_arguments(self._round_state(cache, []), 0)
+                ),
+            )
+            cache, begun = self._prefill_chunk(cache, [])
             state, outputs, _ = self._run(self._round_state(cache, []), 0)  # no rounds
             fetch(self.model.mesh, (begun, outputs, *_shown(state)))
         self.programs.warm.add(key)
@@ -174,12 +182,15 @@ class Engine:
 
     def _prefill_chunk(self, cache, parts: Sequence[Sequence[int]]):
         """A chunk of each prompt: the cache, and a Begun of all rows. Both stay on the device."""
+        return self.programs.begin(*self._prefill_arguments(cache, parts))
+
+    def _prefill_arguments(self, cache, parts: Sequence[Sequence[int]]) -> tuple:
         tokens = np.zeros((self.width, self.model.limits.prefill_chunk), np.int32)
         valid = np.zeros(self.width, np.int32)
         for b, part in enumerate(parts):
             tokens[b, : len(part)], valid[b] = part, len(part)
         wanted = np.full(self.width, self.request.max_new_tokens, np.int32)
-        return self.programs.begin(self.state, cache, tokens, valid, wanted, self.stop_ids)
+        return self.state, cache, tokens, valid, wanted, self.stop_ids
 
     def _round_state(self, cache, begun: Sequence[rounds.Begun]) -> rounds.RoundState:
         """The state behind the prompts; rows without one are done."""
@@ -201,7 +212,10 @@ class Engine:
         return jax.device_put(small, where).replace(cache=cache)
 
     def _run(self, state, most: int):
-        return self.programs.run(self.state, self.config, state, self.stop_ids, np.int32(most))
+        return self.programs.run(*self._run_arguments(state, most))
+
+    def _run_arguments(self, state, most: int) -> tuple:
+        return self.state, self.config, state, self.stop_ids, np.int32(most)
 
     def stream(self, numbers: Sequence[int], rounds_per_call: int) -> Iterator[Emission]:
         """Runs the prompts of these numbers at once, at most `width` of them; each emits what it
@@ -268,6 +282,16 @@ class Engine:
                 if not begun[b].finite:
                     raise NumericsError(_not_finite(numbers[b], len(prompts[b]) - 1))
         return cache, [begun[b] for b in range(len(prompts))]
+
+
+def _compile_together(first: jax.stages.Lowered, second: Callable[[], jax.stages.Lowered]) -> None:
+    """Compiles `first` while second() is traced and lowered, then that too; XLA lets other threads
+    run meanwhile. jax keeps both for the calls that follow.
+    """
+    with ThreadPoolExecutor(1, "dspark-compile") as other:
+        begun = other.submit(first.compile)
+        second().compile()
+        begun.result()
 
 
 def _shown(state: rounds.RoundState) -> tuple[gates.GateState, jax.Array, jax.Array]:

@@ -284,8 +284,7 @@ def run(
     def one(state):
         return step(module, limits, mode, config, state, stop_ids)[:2]
 
-    shapes = jax.eval_shape(one, state)[1]
-    outputs = jax.tree.map(lambda a: jnp.zeros((ROUNDS_PER_CALL, *a.shape), a.dtype), shapes)
+    outputs = _no_outputs(state.anchor.shape[0], module.main.config.dspark_block_size, mode)
 
     def body(carry):
         i, state, outputs = carry
@@ -298,6 +297,28 @@ def run(
 
     count, state, outputs = jax.lax.while_loop(more, body, (jnp.int32(0), state, outputs))
     return state, outputs, count
+
+
+def _no_outputs(streams: int, block: int, mode: str) -> RoundOutput:
+    """Room for the RoundOutputs of a call. Written out, because asking jax for their shapes would
+    trace a whole round once more.
+    """
+
+    def room(*shape, dtype=jnp.int32):
+        return jnp.zeros((ROUNDS_PER_CALL, streams, *shape), dtype)
+
+    return RoundOutput(
+        tokens=room(1 if mode == "plain" else block + 1),
+        emitted=room(),
+        kept=room(),
+        last=room(dtype=jnp.bool_),
+        proposed=room(),
+        verified=room(),
+        accepted=room(),
+        confidence=room(block, dtype=jnp.float32),
+        margin=room(dtype=jnp.float32),
+        skipped=room(),
+    )
 
 
 def begin(

@@ -38,10 +38,18 @@ def new_cache(model: Model, batch: int = 1) -> Cache:
             model.config, batch, limits.max_seq_len, limits.rows, jnp.dtype(model.numerics.dtype)
         )
     )
-    return jax.tree.map(
-        lambda leaf, where: jnp.zeros(leaf.shape, leaf.dtype, device=where),
-        shapes,
-        cache_shardings(model.mesh, shapes),
+    leaves, structure = jax.tree.flatten(shapes)
+    return _zeros(
+        tuple(leaves), structure, tuple(jax.tree.leaves(cache_shardings(model.mesh, shapes)))
+    )()
+
+
+@functools.cache
+def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...], structure, places: tuple):
+    """One program for all leaves: a `jnp.zeros` of each would compile one for each shape."""
+    return jax.jit(
+        lambda: structure.unflatten([jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes]),
+        out_shardings=structure.unflatten(places),
     )
 
 
