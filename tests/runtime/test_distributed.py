@@ -5,7 +5,6 @@ is left alone says so.
 import json
 import time
 
-import jax
 import pytest
 
 import dspark_jax as dspark
@@ -115,18 +114,6 @@ def test_the_command_in_two_processes():
 def test_arguments_are_refused(arguments, message):
     with pytest.raises(dspark.ConfigError, match=message):
         processes.initialize(*arguments)
-
-
-def test_a_mesh_without_a_process_is_refused(monkeypatch):
-    assert processes.command_mesh(None) is None
-    assert dict(processes.command_mesh("1x1").shape) == {"data": 1, "model": 1}
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    for mesh in ("1x1", None):
-        with pytest.raises(
-            dspark.ConfigError,
-            match="1x1 has no device of process 1; there are 1 devices in 2 processes",
-        ):
-            processes.command_mesh(mesh)
 
 
 def test_other_errors_are_left_alone():
