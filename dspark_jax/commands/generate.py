@@ -219,9 +219,10 @@ def _check_recording(args: argparse.Namespace, gate) -> None:
 def summary(result: dict) -> str:
     """A few lines: tokens, rounds, accepted per round, tokens per second, gate counters."""
     stats = result["stats"]
+    speed = stats["tokens_per_second"] or 0.0  # None where it ended before any time had passed
     lines = [
-        f"{stats['tokens']} tokens in {stats['seconds']:.2f} s, {stats['tokens_per_second']:.1f} "
-        f"tok/s ({result['mode']}, ended by {result['finish_reason']}; compilation "
+        f"{stats['tokens']} tokens in {stats['seconds']:.2f} s, {speed:.1f} tok/s "
+        f"({result['mode']}, ended by {result['finish_reason']}; compilation "
         f"{stats['compile_seconds']:.1f} s not counted)"
     ]
     if stats["rounds"]:

@@ -1,3 +1,3 @@
-"""From prompts to tokens: requests, the engine, a round and its parts, the gate, replay of recorded
-rounds.
+"""From prompts to tokens: requests, the engine, a round and its parts, the gate, the run that holds
+them together, replay of recorded rounds.
 """

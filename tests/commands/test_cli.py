@@ -16,7 +16,7 @@ import pytest
 import dspark_jax as dspark
 from dspark_jax.commands import bench, costs
 from dspark_jax.commands.main import main
-from dspark_jax.decode import engine, steps
+from dspark_jax.decode import engine, run, steps
 from dspark_jax.decode.replay import replay
 
 from helpers.round_parts import BLOCK, byte_tokenizer, with_nan_drafter, with_nan_tokens
@@ -317,6 +317,16 @@ def test_ctrl_c_keeps_what_was_emitted(command, expected, monkeypatch):
         and f"{kept} tokens in" in err
         and "interrupted" in err
     )
+
+
+def test_ctrl_c_before_the_first_token_has_a_summary(command, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.Run, "__iter__", interrupted)
+    status, out, err = command()
+    assert (status, out) == (130, "")
+    assert "0 tokens in 0.00 s, 0.0 tok/s (block, ended by interrupted" in err
 
 
 def test_ctrl_c_while_loading_is_status_130(command, monkeypatch):
