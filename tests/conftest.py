@@ -13,6 +13,7 @@ import dspark_jax as dspark
 
 from helpers.golden_parts import play
 from helpers.round_parts import compilations, scripted
+from helpers.short_model import short_model
 from helpers.support import golden_arrays, golden_model
 
 # Each line is run by one process. What takes longest begins first; files that are not named follow,
@@ -67,6 +68,30 @@ def golden_float():
 def golden_reference():
     """The golden model with activation quantisation, float32, max_seq_len 128."""
     return golden_model(activation_quant=True)
+
+
+@pytest.fixture(scope="session")
+def short_float():
+    return short_model(activation_quant=False)
+
+
+@pytest.fixture(scope="session")
+def short_reference():
+    return short_model(activation_quant=True)
+
+
+# What tests of state and of rounds run on: see helpers/short_model.py.
+MODELS = ["short", pytest.param("golden", marks=pytest.mark.heavy)]
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def float_model(request):
+    return request.getfixturevalue(f"{request.param}_float")
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def reference_model(request):
+    return request.getfixturevalue(f"{request.param}_reference")
 
 
 @pytest.fixture(scope="session")

@@ -44,8 +44,8 @@ def step(model, mode, state, gate=OFF, stop_ids=NO_STOPS):
 
 
 @pytest.fixture(scope="module")
-def model(golden_float):
-    return scripted(golden_float)
+def model(float_model):
+    return scripted(float_model)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,9 @@ def prompts(expected_float):
 
 
 @pytest.fixture(scope="module")
-def start(golden_float, prompts):
+def start(float_model, prompts):
     """The state behind the prompts, on the host."""
-    logits, _, caches = zip(*(dspark.prefill(golden_float, prompt.tolist()) for prompt in prompts))
+    logits, _, caches = zip(*(dspark.prefill(float_model, prompt.tolist()) for prompt in prompts))
     last = np.stack([np.asarray(rows[0, -1]) for rows in logits])
     second, best = np.sort(last, axis=-1)[:, -2:].T
     return rounds.RoundState(

@@ -162,6 +162,33 @@ def feed(model, cache, tokens, ends, sizes, width: int) -> Fed:
     return fed
 
 
+def speculate(model, tokens, prompts, ends, seed: int, block: int, width: int) -> Fed:
+    """Prompts of prompts[b] tokens, then blocks of random length and acceptance up to ends[b], with
+    junk in the rejected rows.
+
+    block: most rows of a block. width: rows of each call.
+    """
+    rng = np.random.default_rng(seed)
+    fed = feed(model, dspark.new_cache(model, len(tokens)), tokens, prompts, block, width)
+    while (np.asarray(fed.cache.position) < ends).any():
+        at = np.asarray(fed.cache.position)
+        lengths = rng.integers(0, block + 1, len(tokens))
+        accepted = np.minimum(rng.integers(0, lengths + 1), np.maximum(ends - at, 0))
+        kept = np.arange(width) < accepted[:, None]
+        junk = rng.integers(0, 256, kept.shape)
+        rows = np.where(kept, block_at(tokens, at, width), junk)
+        logits, hidden, cache = dspark.extend(model, fed.cache, rows, lengths)
+        fed.keep(at, accepted, np.asarray(logits), np.asarray(hidden))
+        fed.cache = dspark.commit(cache, accepted)
+    return fed
+
+
+def assert_same_stream(model, cache, other) -> None:
+    """The committed parts of two caches."""
+    config = model.config
+    assert different_state(committed(cache, config), committed(other, config)) == {}
+
+
 def random_tokens(seed: int, *shape: int) -> np.ndarray:
     """Token ids of the golden vocabulary."""
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.int32)

@@ -19,11 +19,11 @@ LONG = 65536  # tokens; the entries are then most of the cache, and longer than 
 
 
 @pytest.fixture(scope="module")
-def compiled(golden_float):
+def compiled(float_model):
     """One round's use of a cache, extend and commit, with the cache donated, compiled for a long
     cache of two streams.
     """
-    model = with_limits(golden_float, max_seq_len=LONG)
+    model = with_limits(float_model, max_seq_len=LONG)
     step = steps._program(model, "extend").__wrapped__
 
     def extend_and_commit(state, cache, tokens, valid):

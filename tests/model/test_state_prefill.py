@@ -56,8 +56,8 @@ class Plain:
 
 
 @pytest.fixture(scope="module")
-def plain(golden_float):
-    return Plain(golden_float)
+def plain(float_model):
+    return Plain(float_model)
 
 
 @pytest.mark.parametrize(

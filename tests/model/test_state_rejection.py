@@ -89,9 +89,9 @@ class Clean:
 
 
 @pytest.fixture(scope="module")
-def tight(golden_float):
+def tight(float_model):
     """Float mode, the rings made for calls of one verify block."""
-    return with_limits(golden_float, rows=BLOCK)
+    return with_limits(float_model, rows=BLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +144,11 @@ def test_junk_suffix_leaves_no_trace(clean, group):
 
 
 @pytest.fixture(scope="module")
-def clean_reference(golden_reference):
+def clean_reference(reference_model):
     """Reference mode, the rings made for calls of LONGEST rows: they wrap at 24 (windows) and 16
     (compressor inputs).
     """
-    return Clean(with_limits(golden_reference, rows=LONGEST), 128, 80, LONGEST)
+    return Clean(with_limits(reference_model, rows=LONGEST), 128, 80, LONGEST)
 
 
 @pytest.mark.parametrize("first", range(0, 40, 8))

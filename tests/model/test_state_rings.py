@@ -152,8 +152,8 @@ def test_compressor_ring_is_not_aliased(ratio, members, width):
 
 
 @pytest.fixture(scope="module")
-def tight(golden_float):
-    return with_limits(golden_float, rows=BLOCK)
+def tight(float_model):
+    return with_limits(float_model, rows=BLOCK)
 
 
 def first_row_with(model, cache, starts, tail_seed: int) -> np.ndarray:
