@@ -45,6 +45,7 @@ _PUBLIC = {
     "CheckpointError": "errors",
     "PromptError": "errors",
     "NumericsError": "errors",
+    "Interrupted": "errors",  # a KeyboardInterrupt that carries what was emitted
 }
 
 __all__ = list(_PUBLIC)

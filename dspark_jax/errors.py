@@ -2,7 +2,24 @@
 
 from dspark_jax.checkpoints.errors import CheckpointError, ConfigError, DsparkError
 
-__all__ = ["CheckpointError", "ConfigError", "DsparkError", "NumericsError", "PromptError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DsparkError",
+    "Interrupted",
+    "NumericsError",
+    "PromptError",
+]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a run. `output` is the GenerateOutput of what had been emitted until then, with
+    finish reason "interrupted" where it is not complete.
+    """
+
+    def __init__(self, output):
+        super().__init__("the run was interrupted; what it had emitted is in .output")
+        self.output = output
 
 
 class PromptError(DsparkError, ValueError):

@@ -30,6 +30,7 @@ from dspark_jax.loading.load import Model
 from dspark_jax.model.cache import Cache
 from dspark_jax.model.dspark import Limits
 from dspark_jax.runtime.backend import jit
+from dspark_jax.runtime.interrupts import deferred_interrupts
 from dspark_jax.runtime.processes import losses_explained
 from dspark_jax.runtime.sharding import (
     DATA,
@@ -166,7 +167,7 @@ class Engine:
         if key in self.programs.warm:
             return 0.0
         started = time.perf_counter()
-        with losses_explained():
+        with losses_explained(), deferred_interrupts():
             cache = new_cache(self.model, self.width)
             _compile_together(
                 self.programs.begin.lower(*self._prefill_arguments(cache, [])),

@@ -13,7 +13,7 @@ from dspark_jax.decode.gate_config import GateConfig
 from dspark_jax.decode.request import make_request
 from dspark_jax.decode.round import ROUNDS_PER_CALL
 from dspark_jax.decode.run import GenerateOutput, Run
-from dspark_jax.errors import PromptError
+from dspark_jax.errors import Interrupted, PromptError
 from dspark_jax.loading.load import Model
 
 __all__ = ["GenerateOutput", "StreamEvent", "generate", "stream"]
@@ -58,11 +58,10 @@ def generate(
       stop_token_ids: ids that end a stream. None: the config's eos_token_id; []: none.
       progress: show a progress bar on standard error.
 
-    Ctrl-C ends the run and returns what was emitted, with finish reason "interrupted".
-
     Raises:
       PromptError, ConfigError: a request that cannot be served, before anything is compiled.
       NumericsError: logits that are NaN or infinite, naming the prompt and the position.
+      Interrupted: Ctrl-C. It is a KeyboardInterrupt, and what was emitted is in its `.output`.
     """
     del seed  # nothing is drawn while decoding is greedy
     request = make_request(
@@ -71,6 +70,8 @@ def generate(
     run = Run(model, request, ROUNDS_PER_CALL)
     with _progress_bar(progress, len(run.prompts) * request.max_new_tokens) as advance:
         run.complete(lambda emission: advance(len(emission.tokens)))
+    if run.interrupted:
+        raise Interrupted(run.output())
     return run.output()
 
 

@@ -19,6 +19,7 @@ from dspark_jax.decode.text import IncrementalText, decode
 from dspark_jax.loading.load import Model
 from dspark_jax.runtime.interrupts import watch_interrupts
 from dspark_jax.runtime.processes import require_same
+from dspark_jax.runtime.settings import own_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +63,21 @@ class Run:
     def compile(self) -> None:
         """Gets the engine ready, which the first emission would do otherwise."""
         if self._engine is None:
-            self._engine = Engine(self.model, self.request)
+            with own_settings(self.model.mesh):
+                self._engine = Engine(self.model, self.request)
 
     def __iter__(self) -> Iterator[Emission]:
+        """Between emissions jax's settings are the caller's."""
         self.compile()
+        with contextlib.closing(self._emissions()) as emissions:
+            while True:
+                with own_settings(self.model.mesh):
+                    emission = next(emissions, None)
+                if emission is None:
+                    return
+                yield emission
+
+    def _emissions(self) -> Iterator[Emission]:
         count, width = len(self.prompts), self._engine.width
         for first in range(0, count, width):
             yield from self._at_once(range(first, min(first + width, count)))

@@ -21,6 +21,7 @@ from dspark_jax.model import dspark
 from dspark_jax.model.cache import Cache
 from dspark_jax.model.drafter import Draft
 from dspark_jax.runtime.backend import jit
+from dspark_jax.runtime.settings import own_settings, under_own_settings
 from dspark_jax.runtime.sharding import (
     cache_shardings,
     cache_specs,
@@ -30,6 +31,7 @@ from dspark_jax.runtime.sharding import (
 )
 
 
+@under_own_settings
 def new_cache(model: Model, batch: int = 1) -> Cache:
     """An empty cache for `batch` streams."""
     limits = model.limits
@@ -53,6 +55,7 @@ def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...], structure, places: tuple):
     )
 
 
+@under_own_settings
 def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Array, Cache]:
     """Computes the first valid [B] of tokens [B, T] at positions `cache.position` on, and writes
     their slots; the position stays.
@@ -72,6 +75,7 @@ def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Ar
     return logits[:, : tokens.shape[1]], hidden[:, : tokens.shape[1]], cache
 
 
+@own_settings()
 def commit(cache: Cache, n) -> Cache:
     """Adds n [B] to the position and does nothing else; 0 <= n <= the valid rows of the last
     extend.
@@ -97,6 +101,7 @@ def commit(cache: Cache, n) -> Cache:
     return caches.commit(cache, jnp.asarray(n, jnp.int32))
 
 
+@under_own_settings
 def prefill(model: Model, tokens: list[int]) -> tuple[jax.Array, jax.Array, Cache]:
     """One stream of any length from an empty cache: logits [1, S, V], hidden [1, S, N*D], and the
     cache committed at S.
@@ -126,6 +131,7 @@ def prefill(model: Model, tokens: list[int]) -> tuple[jax.Array, jax.Array, Cach
     return logits, hidden, cache
 
 
+@under_own_settings
 def draft(model: Model, cache: Cache, token, hidden=None, count: int | None = None) -> Draft:
     """Drafts from the anchor `token` [B], which stands at `cache.position` and is not computed yet;
     the seed is the position before.

@@ -28,7 +28,9 @@ from dspark_jax.model.dspark import (
 )
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.parameters import ShapeSource, Source
+from dspark_jax.runtime import compilation_cache
 from dspark_jax.runtime.backend import on_cpu
+from dspark_jax.runtime.settings import own_settings
 from dspark_jax.runtime.sharding import check_mesh
 
 
@@ -68,6 +70,7 @@ def embedded_checkpoint() -> Path:
     return Path(checkpoints.__file__).parent / "tiny"
 
 
+@own_settings()
 def load(
     path=None,
     mesh=None,
@@ -100,6 +103,7 @@ def load(
         before anything is allocated.
       ConfigError: a config.json or an argument that is not understood.
     """
+    compilation_cache.enable()
     path = embedded_checkpoint() if path is None else Path(path)
     checkpoint = (
         ConvertedCheckpoint.open(path) if is_converted(path) else OfficialCheckpoint.open(path)
@@ -116,8 +120,8 @@ def load(
 def choose_expert_storage(
     config: ModelConfig, numerics: Numerics, max_seq_len: int = MAX_SEQ_LEN, rows: int | None = None
 ) -> ExpertStorage:
-    """How `load` holds the routed experts of this config, here and now. rows: see Limits; None:
-    those of load's defaults.
+    """How `load` would hold the routed experts of this config on this machine now. rows: see
+    Limits; None: those of load's defaults.
     """
     rows = rows or most_rows(config)
     cache = jax.eval_shape(
@@ -155,7 +159,9 @@ def dtype_name(dtype) -> str:
     try:
         name = jnp.dtype(dtype).name
     except TypeError as error:
-        raise ConfigError(f"dtype: {dtype!r} is no dtype; use 'float32' or 'bfloat16'") from error
+        raise ConfigError(
+            f"dtype: {dtype!r} is not a dtype; use 'float32' or 'bfloat16'"
+        ) from error
     if name not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype: {name} is not supported; use 'float32' or 'bfloat16'")
     return name

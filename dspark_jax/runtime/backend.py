@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.pallas_kernels.products import LONGEST_SUM
+from dspark_jax.runtime.interrupts import deferred_interrupts
 
 _FUSIONS_OFF = {"xla_cpu_experimental_ynn_fusion_type": ""}
 # AVX has no multiply-add. The option of a single program has no effect, only the process's.
@@ -40,8 +41,8 @@ def target() -> str:
 
 @contextlib.contextmanager
 def compiling_for(platform: str):
-    """Within it, programs are traced for another platform than this process runs on (to compile for
-    a machine not at hand).
+    """Within it, programs are traced for another platform than this process runs on, to compile for
+    another machine.
     """
     token = _target.set(platform)
     try:
@@ -76,7 +77,8 @@ def compiler_options() -> dict[str, str] | None:
 @functools.cache
 def _cpu_options() -> dict[str, str] | None:
     try:
-        jax.jit(lambda x: x + 1, compiler_options=_FUSIONS_OFF)(jnp.zeros(2)).block_until_ready()
+        add = jax.jit(lambda x: x + 1, compiler_options=_FUSIONS_OFF)
+        add(np.zeros(2, np.float32)).block_until_ready()
     except Exception:  # the exception's type for an unknown option differs between releases
         return None
     return _FUSIONS_OFF
@@ -93,13 +95,14 @@ def rows_agree() -> bool:
     if _cpu_options() is None:
         return False
     rng = np.random.default_rng(0)
+    # On the host: cutting an array of jax's compiles a program of its own for every cut.
     x, w, v = (
-        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((64, 64), (64, 128), (128, 1024))
+        rng.standard_normal(s).astype(np.float32) for s in ((64, 64), (64, 128), (128, 1024))
     )
-    draws = jnp.asarray(rng.standard_normal((8, 4, 4, 1, 64)), jnp.float32)
+    draws = rng.standard_normal((8, 4, 4, 1, 64)).astype(np.float32)
 
     @functools.partial(jax.jit, compiler_options=_cpu_options())
-    def products(x):
+    def products(x, w, v):
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
         return jax.nn.softmax(x @ w, axis=-1) @ v
 
@@ -117,17 +120,18 @@ def rows_agree() -> bool:
             np.array_equal(cut(expected, rows), function(cut(whole, rows))) for rows in (2, 6, 8)
         )
 
-    return agree(products, x, lambda a, rows: a[:rows]) and all(
-        agree(normalised, scores, lambda a, rows: a[..., :rows]) for scores in draws
-    )
+    with deferred_interrupts():
+        return agree(lambda x: products(x, w, v), x, lambda a, rows: a[:rows]) and all(
+            agree(normalised, scores, lambda a, rows: a[..., :rows]) for scores in draws
+        )
 
 
 def require_equal_bits() -> None:
-    """Adds to XLA_FLAGS what `rows_agree` needs, unless they speak of it already. Has no effect
-    once jax has used a device.
+    """Adds to XLA_FLAGS what `rows_agree` needs, unless they set it already. Has no effect once jax
+    has used a device.
 
-    For a process that is ours alone, as the command's is: it changes how everything in it is
-    compiled.
+    Only for a process that is ours alone, as the command's is: it changes how everything in the
+    process is compiled.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if jax.__version_info__ >= (0, 12) and _MAX_ISA not in flags:
@@ -159,5 +163,13 @@ def decode_rows(block_size: int, longest: int) -> int:
 
 
 def jit(function, **options):
-    """`jax.jit` with this backend's compiler options."""
-    return jax.jit(function, compiler_options=compiler_options(), **options)
+    """`jax.jit` with this backend's compiler options; Ctrl-C waits for the end of a call."""
+    compiled = jax.jit(function, compiler_options=compiler_options(), **options)
+
+    @functools.wraps(function)
+    def call(*arguments):
+        with deferred_interrupts():
+            return compiled(*arguments)
+
+    call.lower = compiled.lower
+    return call

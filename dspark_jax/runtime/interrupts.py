@@ -17,6 +17,19 @@ class Interrupt:
 
 
 @contextlib.contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Within it Ctrl-C waits: KeyboardInterrupt is raised when it ends.
+
+    For calls into the compiler and the runtime. An exception raised amid these is dropped, or ends
+    the process with a segmentation fault.
+    """
+    with watch_interrupts(at_once=False) as interrupt:
+        yield
+    if interrupt.seen:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
 def watch_interrupts(at_once: bool = True) -> Iterator[Interrupt]:
     """Within it Ctrl-C is remembered: what runs looks at `seen` between its steps.
 

@@ -148,7 +148,10 @@ def test_ctrl_c_keeps_what_was_emitted(model, prompts, plain, monkeypatch, calls
         return out
 
     monkeypatch.setattr(engines.Engine, "_run", run_or_stop)
-    out = dspark.generate(model, prompts, 75, stop_token_ids=[])
+    with pytest.raises(dspark.Interrupted) as interrupted:
+        dspark.generate(model, prompts, 75, stop_token_ids=[])
+    out = interrupted.value.output
+    assert isinstance(interrupted.value, KeyboardInterrupt)
     assert out.finish_reasons == ["length", "interrupted", "interrupted"]
     assert out.tokens[0] == plain[0] and out.tokens[2] == [] == out.rounds[2]
     assert len(out.rounds[1]) == 4 * calls
@@ -162,12 +165,26 @@ def test_ctrl_c_while_compiling_gives_nothing(model, prompts, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engines.Engine, "_warm_up", interrupted)
-    out = dspark.generate(model, prompts[:2], 5)
-    assert (
-        out.tokens == [[], []]
-        and out.finish_reasons == ["interrupted"] * 2
-        and out.stats["tokens"] == 0
-    )
+    with pytest.raises(dspark.Interrupted) as interrupted_run:
+        dspark.generate(model, prompts[:2], 5)
+    out = interrupted_run.value.output
+    assert out.tokens == [[], []] and out.finish_reasons == ["interrupted"] * 2
+    assert out.stats["tokens"] == 0
+
+
+def test_a_callers_loop_ends_with_ctrl_c(model, prompts, monkeypatch):
+    """The caller need not look at finish reasons: what interrupts a call interrupts its loop."""
+    calls = []
+
+    def interrupted(self):
+        calls.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engines.Engine, "_warm_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for prompt in prompts:
+            dspark.generate(model, prompt, 5)
+    assert len(calls) == 1
 
 
 def test_progress_goes_to_standard_error(model, prompts, capsys):

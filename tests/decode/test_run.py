@@ -15,7 +15,9 @@ from helpers.round_parts import byte_tokenizer
 
 SAYS = ["a\u00efve", "b", "\u65e5\u672c"]  # what each prompt is continued with, in bytes
 MODEL = types.SimpleNamespace(
-    tokenizer=byte_tokenizer(), config=types.SimpleNamespace(dspark_block_size=5)
+    tokenizer=byte_tokenizer(),
+    config=types.SimpleNamespace(dspark_block_size=5),
+    mesh=None,
 )
 REQUEST = Request(((1,), (2, 2), (3,)), 9, "block", GateConfig(), frozenset({ord("b")}))
 RECORD = RoundRecord(5, 5, 1, (0.5,) * 5, 1.0, "")

@@ -1,0 +1,92 @@
+"""Whatever the process has set for jax, the library computes the same bits, and leaves the setting
+as it was.
+"""
+
+import contextlib
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import dspark_jax as dspark
+from dspark_jax.runtime.settings import _ASSUMED, own_settings
+
+OTHER = {
+    "x64": lambda: jax.enable_x64(True),
+    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "matmul precision": lambda: jax.default_matmul_precision("bfloat16"),
+    "NaN is an error": lambda: jax.debug_nans(True),
+    "infinity is an error": lambda: jax.debug_infs(True),
+    "transfer guard": lambda: jax.transfer_guard("disallow"),
+    "guard to the host": lambda: jax.transfer_guard_device_to_host("disallow_explicit"),
+    "leaks": lambda: jax.check_tracer_leaks(True),
+    "another kind of key": lambda: jax.default_prng_impl("rbg"),
+    "threefry": lambda: jax.threefry_partitionable(False),
+    "old keys": lambda: jax.legacy_prng_key("error"),
+    "no jit": lambda: jax.disable_jit(True),
+    "default device": lambda: jax.default_device(jax.devices()[0]),
+    "a mesh": lambda: jax.set_mesh(jax.make_mesh((1,), ("x",))),
+    "an Auto mesh": lambda: jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))),
+    "an old mesh": lambda: jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)),
+}
+
+
+@pytest.fixture(scope="module")
+def as_usual(golden_float, prompts):
+    return everything(golden_float, prompts[0])
+
+
+def everything(model, prompt) -> list[np.ndarray]:
+    """What the public functions return, without those that compile programs of their own."""
+    out = dspark.generate(model, prompt, 12, "block", stop_token_ids=[])
+    events = list(dspark.stream(model, prompt, 12, "block", stop_token_ids=[]))
+    logits, hidden, cache = dspark.prefill(model, prompt)
+    draft = dspark.draft(model, cache, [out.tokens[0][0]])
+    more, _, cache = dspark.extend(model, cache, [out.tokens[0][:2]], [2])
+    cache = dspark.commit(cache, [1])
+    tokens = [token for event in events for token in event.tokens]
+    arrays = (logits, hidden, draft.logits, draft.confidence, more, cache.position)
+    return [np.asarray(out.tokens), np.asarray(tokens), *map(np.asarray, arrays)]
+
+
+@pytest.mark.parametrize("setting", OTHER)
+def test_the_same_bits_under_any_setting(golden_float, prompts, as_usual, setting):
+    with OTHER[setting]():
+        here = everything(golden_float, prompts[0])
+    for usual, value in zip(as_usual, here, strict=True):
+        assert value.dtype == usual.dtype and np.array_equal(value, usual)
+
+
+def test_a_model_loaded_under_other_settings_is_the_same(golden_float):
+    load = importlib.import_module("helpers.support").golden_model
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        model = load(activation_quant=False)
+    here, usual = (jax.tree.leaves(m.split[1]) for m in (model, golden_float))
+    for a, b in zip(here, usual, strict=True):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+
+
+def test_between_the_events_of_a_stream_the_setting_is_the_callers(golden_float, prompts):
+    with jax.enable_x64(True):
+        for _ in dspark.stream(golden_float, prompts[0], 12, "block", stop_token_ids=[]):
+            assert jnp.arange(2).dtype == np.int64
+    assert jnp.arange(2).dtype == np.int32
+
+
+def test_what_is_assumed_are_jaxs_defaults():
+    """Else every program would be compiled under a setting of its own."""
+    for name, value in _ASSUMED.items():
+        current = getattr(jax.config, f"jax_{name}", None)
+        assert current in (None, value), name
+
+
+def test_settings_come_back_after_an_error():
+    with jax.enable_x64(True), contextlib.suppress(ZeroDivisionError):
+        with own_settings():
+            assert jnp.arange(2).dtype == np.int32
+            raise ZeroDivisionError
+    assert jnp.arange(2).dtype == np.int32
