@@ -1,7 +1,8 @@
-"""A 64-bit checksum of an array that can be added up from the checksums of its slices, whoever read
-them.
+"""A 64-bit checksum of an array that can be added up from the checksums of its slices, whichever
+process read them.
 
-    checksum = sum over rows i and 8-byte words j of  word[i, j] * row_weight[i] * word_weight[j]   modulo 2 ** 64
+    checksum = sum over rows i and 8-byte words j of
+                   word[i, j] * row_weight[i] * word_weight[j]      modulo 2 ** 64
 
 with the array seen as rows of its last axis and with odd weights that are pseudo-random in i and j.
 A changed byte always changes it (odd weights have inverses), and exchanged or displaced words do

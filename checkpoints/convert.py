@@ -12,14 +12,12 @@ What makes it so:
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,26 +32,37 @@ from dspark_jax.checkpoints.orbax_io import (
     FORMAT,
     MANIFEST,
     STATE,
-    UNIT_BYTES,
     UNITS,
     ConvertedCheckpoint,
-    Leaf,
-    Piece,
-    Unit,
-    describe,
     lost_files,
-    plan_units,
     quiet_orbax,
     raise_damaged,
     read_manifest,
     read_object,
     sha256,
-    understand,
     write_unit,
 )
 from dspark_jax.checkpoints.placing import Bounds, first_owners, place
+from dspark_jax.checkpoints.target import (
+    LOCK,
+    lock,
+    partial_of,
+    sync_tree,
+    write_bytes,
+    write_json,
+    writing,
+)
+from dspark_jax.checkpoints.units import (
+    UNIT_BYTES,
+    Leaf,
+    Piece,
+    Unit,
+    describe,
+    plan_units,
+    understand,
+)
 
-LOCK, DONE = ".lock", ".done"
+DONE = ".done"
 TEXTS = ("config.json", "tokenizer.json")  # copied as they are
 Read = Callable[[Leaf, Bounds, np.ndarray], None]
 Progress = Callable[[int, int], None]
@@ -84,7 +93,7 @@ def convert(
     target, units = Path(target), plan_units(leaves, unit_bytes)
     needed = sum(unit.nbytes for unit in units)
     state = {"format": FORMAT, "unit_bytes": unit_bytes, "source": fingerprint(checkpoint)}
-    with _lock(target):
+    with lock(target):
         finished = _begin(target, state, units)
         _require_shared(target / (MANIFEST if finished else STATE), checkpoint, state["source"])
         if not finished:
@@ -103,16 +112,13 @@ def convert(
 
 def verify(path: str | Path, progress: Progress | None = None) -> int:
     """Reads a converted checkpoint and compares it with the checksums of what the conversion read.
-    Returns the arrays' bytes.
+    Returns the size of the arrays in bytes.
 
     Raises one CheckpointError that names every leaf and file that differs or cannot be read.
     """
     checkpoint = ConvertedCheckpoint.open(path)
-    needed, read, found = (
-        sum(unit.nbytes for unit in checkpoint.units.values()),
-        0,
-        checkpoint.lost_files(),
-    )
+    needed = sum(unit.nbytes for unit in checkpoint.units.values())
+    read, found = 0, checkpoint.lost_files()
     for name, unit in checkpoint.units.items():
         if progress is not None:
             progress(read, needed)
@@ -148,14 +154,14 @@ def _convert_unit(
         sums.append(own)
     sums = _added_up(sums)
     path = target / UNITS / unit.name
-    with _writing(target):
+    with writing(target):
         write_unit(path, unit, arrays)
         if jax.process_index() == 0:
-            _sync_tree(path)
+            sync_tree(path)
             checksums = {
                 piece.leaf.name: value for piece, value in zip(unit.pieces, sums, strict=True)
             }
-            _write_json(target / UNITS / f"{unit.name}{DONE}", describe(unit, checksums))
+            write_json(target / UNITS / f"{unit.name}{DONE}", describe(unit, checksums))
 
 
 def _array(
@@ -163,9 +169,9 @@ def _array(
 ) -> tuple[jax.Array | np.ndarray, int]:
     """The piece over the mesh, and the checksum of the parts that this process owns.
 
-    What a mesh does not cut is an array of the host's that process 0 reads and Orbax writes there.
-    (As a replicated jax.Array every device would have it, and Orbax would compile programs to share
-    out the writing.)
+    What a mesh does not cut is an array on the host that process 0 reads and Orbax writes there.
+    (As a replicated jax.Array it would lie on every device, and Orbax would compile programs to
+    share out the writing.)
     """
     leaf, sums = piece.leaf, []
 
@@ -197,7 +203,8 @@ def _array(
 def _begin(target: Path, state: dict[str, Any], units: list[Unit]) -> bool:
     """Makes the target ready. True: there is nothing left to do.
 
-    Another conversion, a damaged one and other files are refused, and nothing is written then.
+    Raises CheckpointError, and writes nothing, where the target holds another conversion, a damaged
+    one or other files.
     """
     finished = False
     if jax.process_index() == 0:
@@ -210,9 +217,9 @@ def _begin(target: Path, state: dict[str, Any], units: list[Unit]) -> bool:
         else:
             _require_empty(target)
             _require_room(target, units)
-        with _writing(target):
+        with writing(target):
             if not finished and not begun:
-                _write_json(target / STATE, state)
+                write_json(target / STATE, state)
             (target / UNITS).mkdir(exist_ok=True)
             if finished:
                 _remove_traces(target)
@@ -220,8 +227,8 @@ def _begin(target: Path, state: dict[str, Any], units: list[Unit]) -> bool:
 
 
 def _require_whole(target: Path, units: list[Unit]) -> None:
-    """A conversion with a manifest must hold all that `load` and Orbax need; its arrays are not
-    read, that is for `verify`.
+    """A conversion with a manifest must hold all that `load` and Orbax need; reading its arrays is
+    left to `verify`.
     """
     checkpoint = ConvertedCheckpoint.open(target)
     checkpoint.check(piece.leaf for unit in units for piece in unit.pieces)
@@ -230,14 +237,12 @@ def _require_whole(target: Path, units: list[Unit]) -> None:
 
 def _require_empty(target: Path) -> None:
     if (target / UNITS).is_dir():
-        read_manifest(target)  # says that it is lost
-    ours = (
-        LOCK,
-        _partial(target / STATE).name,
-    )  # of a conversion that was killed before it said what it converts
+        read_manifest(target)  # raises: the manifest is lost
+    # What a conversion leaves that was killed before it wrote down what it converts.
+    ours = (LOCK, partial_of(target / STATE).name)
     if strangers := sorted(path.name for path in target.iterdir() if path.name not in ours):
         raise CheckpointError(
-            f"{target}: is not empty and no conversion (it has {', '.join(strangers[:3])}); "
+            f"{target}: is neither empty nor a conversion (it has {', '.join(strangers[:3])}); "
             "choose another target"
         )
 
@@ -247,8 +252,7 @@ def _require_room(target: Path, units: list[Unit]) -> None:
     if needed > free:
         raise CheckpointError(
             f"{target}: {needed:,} bytes are still to be written, {free:,} are free; make room "
-            "and run it "
-            "again"
+            "and run it again"
         )
 
 
@@ -257,8 +261,7 @@ def _require_same(target: Path, held: dict[str, Any], state: dict[str, Any]) -> 
     if different:
         raise CheckpointError(
             f"{target}: holds a conversion with another {', '.join(different)}; choose another "
-            "target, or "
-            "remove this one to start again"
+            "target, or remove this one to start again"
         )
 
 
@@ -276,27 +279,25 @@ def _require_shared(seen: Path, checkpoint: OfficialCheckpoint, source: dict[str
     if not np.array_equal(multihost_utils.broadcast_one_to_all(digest), digest):
         raise CheckpointError(
             f"{checkpoint.path}: process {jax.process_index()} finds another checkpoint here "
-            "than process 0; "
-            "all processes must read the same one"
+            "than process 0; all processes must read the same one"
         )
     if not seen.exists():
         raise CheckpointError(
             f"{seen.parent}: process {jax.process_index()} does not see here what process 0 "
-            "wrote; the target "
-            "must be on a file system that all processes share"
+            "wrote; the target must be on a file system that all processes share"
         )
 
 
 def _left(target: Path, units: list[Unit]) -> list[Unit]:
     """The units still to be written; what was begun of them is removed. Raises CheckpointError when
-    they will not fit.
+    they do not fit on the disk.
     """
     done = _agreed([_checksums(target, unit) is not None for unit in units])
     left = [unit for unit, finished in zip(units, done, strict=True) if not finished]
     if jax.process_index() == 0:
         keep = {unit.name for unit in units} - {unit.name for unit in left}
         keep |= {f"{name}{DONE}" for name in keep}
-        with _writing(target):
+        with writing(target):
             for path in (target / UNITS).iterdir():
                 if path.name not in keep:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -331,10 +332,10 @@ def _finish(
             for name in TEXTS
             if (checkpoint.path / name).exists()
         }
-        with _writing(target):
+        with writing(target):
             for name, text in texts.items():
-                _write_bytes(target / name, text)
-            _write_json(
+                write_bytes(target / name, text)
+            write_json(
                 target / MANIFEST,
                 {
                     **state,
@@ -348,119 +349,15 @@ def _finish(
 
 
 def _remove_traces(target: Path) -> None:
-    """What only an unfinished conversion needs. The manifest has it all."""
+    """Removes what only an unfinished conversion needs. The manifest has it all."""
     if jax.process_index() == 0:
         for path in [*(target / UNITS).glob(f"*{DONE}"), target / STATE]:
             path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _lock(target: Path) -> Iterator[None]:
-    """One conversion at a time may write here. The system releases the lock of a killed process.
-
-    The lock's file goes in any case, and so does a new directory in which nothing was written.
-    """
-    if jax.process_index() != 0:
-        yield
-        return
-    with _writing(target):
-        new = not target.exists()
-        target.mkdir(parents=True, exist_ok=True)
-        file = _locked(target)
-    with file:
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                (target / LOCK).unlink()
-                if new and not any(target.iterdir()):
-                    target.rmdir()
-
-
-def _locked(target: Path) -> IO[str]:
-    """The lock's file, open and locked.
-
-    Another conversion may have removed it meanwhile: what is locked then excludes nobody, and the
-    next file is tried.
-    """
-    while True:
-        file = open(target / LOCK, "w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(target / LOCK)):
-                return file
-        except BlockingIOError:
-            file.close()
-            raise CheckpointError(
-                f"{target}: another process is converting to this directory"
-            ) from None
-        except FileNotFoundError:
-            pass
-        file.close()
-
-
-@contextlib.contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """Faults of the target's disk become one clear error. Orbax passes on TensorStore's, which are
-    no OSErrors.
-    """
-    try:
-        yield
-    except (
-        jax.errors.JaxRuntimeError
-    ):  # no fault of the disk: another process is gone, or a device is out of memory
-        raise
-    except (OSError, ValueError, RuntimeError) as error:
-        existing = next(path for path in [target, *target.absolute().parents] if path.exists())
-        cause = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{target}: cannot be written ({cause}); {shutil.disk_usage(existing).free:,} bytes "
-            "are free. Run "
-            "it again when the cause is gone: it goes on where it stopped"
-        ) from error
-
-
-def _write_json(path: Path, value: Any) -> None:
-    _write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    """All of it or nothing, and on the disk."""
-    partial = _partial(path)
-    try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
-
-
-def _sync_tree(path: Path) -> None:
-    for directory, _, files in os.walk(path):
-        for name in files:
-            _sync(Path(directory) / name)
-        _sync(Path(directory))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _trim_memory() -> None:
-    """glibc keeps freed blocks of many megabytes in its arenas; over hundreds of units that would
-    add up to several units.
+    """Gives freed memory back: glibc keeps blocks of many megabytes in its arenas, which over
+    hundreds of units adds up to several units.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,8 +1,10 @@
 """Number formats of the official checkpoints on the host, in NumPy (spec section 3).
 
-    e8m0  scale byte b means 2 ** (b - 127): 0 is 2 ** -127 (a subnormal float32, exact here), 255 is NaN, refused by the reader
+    e8m0  scale byte b means 2 ** (b - 127): 0 is 2 ** -127 (a subnormal float32, exact here),
+          255 is NaN, refused by the reader
     fp8   e4m3 values, one e8m0 scale for a block of 128 x 128, edge blocks partial
-    fp4   e2m1 codes, two a byte, column 2j in the low nibble; one e8m0 scale for 32 consecutive columns
+    fp4   e2m1 codes, two a byte, column 2j in the low nibble; one e8m0 scale for 32 consecutive
+          columns
 
 Dequantising is exact in float32. Quantising picks the smallest power of two with amax / scale <=
 the format's maximum and rounds to nearest, ties to even; quantising what was dequantised gives the
@@ -20,9 +22,8 @@ E8M0_NAN = 255
 E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_E2M1_PAIRS = np.stack(
-    [E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1
-)  # [256, 2]: both columns of a byte
+# [256, 2]: both columns of a byte.
+_E2M1_PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1)
 _E2M1_STEPS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbouring magnitudes
 
 
@@ -54,7 +55,9 @@ def dequantise_fp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def quantise_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Floats [N, K] to (e4m3 bytes uint8 [N, K], e8m0 bytes uint8 [ceil(N / 128), ceil(K / 128)])."""
+    """Floats [N, K] to (e4m3 bytes uint8 [N, K], e8m0 bytes uint8 [ceil(N / 128),
+    ceil(K / 128)]).
+    """
     values = np.asarray(values, np.float32)
     rows, columns = values.shape
     grid = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
@@ -72,7 +75,9 @@ def quantise_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantise_fp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Floats [N, K], K a multiple of 32, to (bytes uint8 [N, K / 2], e8m0 bytes uint8 [N, K / 32])."""
+    """Floats [N, K], K a multiple of 32, to (bytes uint8 [N, K / 2], e8m0 bytes uint8
+    [N, K / 32]).
+    """
     rows, columns = values.shape
     blocks = np.asarray(values, np.float32).reshape(rows, columns // FP4_BLOCK, FP4_BLOCK)
     scale = _scale_bytes(np.abs(blocks).max(axis=-1), E2M1_MAX)

@@ -6,14 +6,14 @@ tensors with what a model expects and lists every missing, unexpected, misshapen
 name. After that, values are read tensor by tensor or slice by slice, and only the bytes of the
 slice are touched.
 
-    storage   stored as                                            read as
-    bf16      name                BF16 [shape]                     ml_dtypes.bfloat16 [shape]
-    f32       name                F32 [shape]                      float32 [shape]
-    i64       name                I64 [shape]                      int32 [shape]
-    fp8       name.weight         F8_E4M3 [N, K]                   float32 [N, K], dequantised (exact)
-              name.scale          F8_E8M0 or U8 [N/128, K/128]     (numbers of blocks rounded up)
-    fp4       name.weight         I8 or U8 [N, K/2]                float32 [N, K], or packed as uint8
-              name.scale          F8_E8M0 or U8 [N, K/32]
+    storage   stored as                                     read as
+    bf16      name         BF16 [shape]                     ml_dtypes.bfloat16 [shape]
+    f32       name         F32 [shape]                      float32 [shape]
+    i64       name         I64 [shape]                      int32 [shape]
+    fp8       name.weight  F8_E4M3 [N, K]                   float32 [N, K], dequantised (exact)
+              name.scale   F8_E8M0 or U8 [N/128, K/128]     (numbers of blocks rounded up)
+    fp4       name.weight  I8 or U8 [N, K/2]                float32 [N, K], or packed as uint8
+              name.scale   F8_E8M0 or U8 [N, K/32]
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class OfficialCheckpoint:
             if single.exists():
                 raise CheckpointError(
                     f"{path}: has both {SINGLE} and {INDEX}; remove the one that does not belong "
-                    "to it"
+                    "here"
                 )
             files, found = _open_shards(directory, index)
         elif single.exists():
@@ -106,7 +106,7 @@ class OfficialCheckpoint:
 
     @property
     def kind(self) -> str:
-        """What the tensor names say the draft module is: "dspark", "serial MTP", "transformers"
+        """The draft module that the tensor names show: "dspark", "serial MTP", "transformers"
         (other names) or "none".
         """
         drafts = [name for name in self._where if name.startswith("mtp.")]
@@ -202,8 +202,7 @@ class OfficialCheckpoint:
             i, j = np.argwhere(scales == formats.E8M0_NAN)[0]
             raise CheckpointError(
                 f"{self.path}: {name}[{rows.start + i}, {columns.start + j}] is e8m0 byte 255, "
-                "NaN: "
-                "the file is damaged, copy it again"
+                "NaN: the file is damaged, copy it again"
             )
         return scales
 
@@ -242,7 +241,7 @@ class OfficialCheckpoint:
 
     def _check_kind(self) -> None:
         needed = (
-            "needed is a DSpark checkpoint such as DeepSeek-V4-Flash of 0731, with "
+            "this library needs a DSpark checkpoint such as DeepSeek-V4-Flash of 0731, with "
             "mtp.0.main_proj and, in its last stage, markov_head and confidence_head"
         )
         if self.kind == "serial MTP":
@@ -260,8 +259,7 @@ class OfficialCheckpoint:
         if self.kind == "transformers":
             raise CheckpointError(
                 f"{self.path}: tensors are named as by Hugging Face transformers (model. ...); "
-                "needed are the "
-                "official names (layers.0.attn.wq_a.weight ...)"
+                "this library needs the official names (layers.0.attn.wq_a.weight ...)"
             )
         if self.kind == "none":
             raise CheckpointError(
@@ -270,8 +268,8 @@ class OfficialCheckpoint:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. Raises CheckpointError, as whatever is missing or
-    damaged in it does.
+    """config.json of a checkpoint directory. Raises CheckpointError, as anything else does that is
+    missing from it or damaged.
     """
     try:
         return read_json(path)
@@ -326,8 +324,8 @@ def _open_shards(directory: Path, index: Path) -> tuple[dict[str, SafetensorsFil
 
 @contextlib.contextmanager
 def collection_paused():
-    """Within it Python collects no garbage: the 72,000 header entries of a full-size checkpoint are
-    then made in a third of the time.
+    """Within it Python does not collect garbage: the 72,000 header entries of a full-size
+    checkpoint are then made in a third of the time.
     """
     enabled = gc.isenabled()
     gc.disable()

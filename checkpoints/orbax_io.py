@@ -2,26 +2,25 @@
 wrote it.
 
     config.json, tokenizer.json   as in the official checkpoint
-    manifest.json                 what was converted, and which unit holds what, with checksums of arrays and of the files above;
-                                  written last: a directory without it is not a checkpoint
+    manifest.json                 what was converted, and which unit holds what, with checksums of
+                                  arrays and of the files above; written last: a directory without
+                                  it is not a checkpoint
     units/NAME/                   one Orbax PyTree, {leaf name: array}
 
 A leaf is a parameter of one layer as the model holds it: dense weights in bfloat16 (exact, also for
-what was FP8), float32 where the model wants float32, routed experts packed: codes and scales are
+what was FP8), float32 where the model holds float32, routed experts packed: codes and scales are
 uint8 leaves. Leaves are not stacked over layers, so that the files do not depend on how the model
 groups its layers. A unit holds the small leaves of a layer, or a range of a large one along an axis
 that no mesh cuts, so that whoever writes or reads it needs little memory.
 
 Orbax (OCDBT, Zarr, uncompressed) writes the arrays and any Orbax restores them; slices are read
-with TensorStore, on which Orbax stands, so that a process reads exactly what its devices hold.
+with TensorStore, on which Orbax is built, so that a process reads exactly what its devices hold.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from dspark_jax.checkpoints.official import (
     read_config,
 )
 from dspark_jax.checkpoints.placing import Bounds
+from dspark_jax.checkpoints.units import Leaf, Piece, Unit, understand
 
 FORMAT = 1
 MANIFEST, UNITS = "manifest.json", "units"
@@ -45,108 +45,7 @@ STATE = "conversion.json"  # instead of the manifest as long as the conversion i
 ORBAX_FILES = ("_METADATA", "manifest.ocdbt")  # without which nothing restores a unit
 AGAIN = "remove the directory and convert the official checkpoint again"
 UNREADABLE = (ValueError, NotImplementedError, OSError)  # what TensorStore raises for damaged files
-UNIT_BYTES = 128 << 20
 CHUNK_BYTES = 8 << 20  # what is read from disk at least, however small the slice
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A parameter of one layer. name: unique, "layers.3.attn.wq_a"; group: its layer; axes: the
-    logical name of each, or None.
-    """
-
-    name: str
-    group: str
-    shape: tuple[int, ...]
-    dtype: str
-    axes: tuple[str | None, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """The range start..stop of `leaf` along `axis`; a whole leaf is a range too."""
-
-    leaf: Leaf
-    axis: int
-    start: int
-    stop: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.bounds)
-
-    @property
-    def bounds(self) -> Bounds:
-        """In coordinates of the leaf."""
-        return tuple(
-            (self.start, self.stop) if i == self.axis else (0, size)
-            for i, size in enumerate(self.leaf.shape)
-        )
-
-    @property
-    def origin(self) -> tuple[int, ...]:
-        return tuple(start for start, _ in self.bounds)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.leaf.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """What one Orbax checkpoint holds: at most one piece of a leaf."""
-
-    name: str
-    pieces: tuple[Piece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
-
-def plan_units(leaves: Iterable[Leaf], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
-    """Leaves in their order; a unit stays within `unit_bytes` unless a single index of a leaf is
-    larger, and within a layer.
-    """
-    groups: dict[str, list[Leaf]] = {}
-    for leaf in leaves:
-        groups.setdefault(leaf.group, []).append(leaf)
-    units = []
-    for group, members in groups.items():
-        for i, pieces in enumerate(_filled(members, unit_bytes)):
-            units.append(Unit(f"{group.rstrip('.') or 'model'}-{i:03d}", tuple(pieces)))
-    return units
-
-
-def _filled(leaves: list[Leaf], unit_bytes: int) -> Iterator[list[Piece]]:
-    small, size = [], 0
-    for leaf in leaves:
-        pieces = _pieces(leaf, unit_bytes)
-        if len(pieces) > 1:
-            yield from ([piece] for piece in pieces)
-            continue
-        if small and size + leaf.nbytes > unit_bytes:
-            yield small
-            small, size = [], 0
-        small.append(pieces[0])
-        size += leaf.nbytes
-    if small:
-        yield small
-
-
-def _pieces(leaf: Leaf, unit_bytes: int) -> list[Piece]:
-    free = [i for i, axis in enumerate(leaf.axes) if axis is None]
-    axis = max(free, key=lambda i: leaf.shape[i], default=0)
-    most = max(
-        1, unit_bytes * leaf.shape[axis] // max(1, leaf.nbytes)
-    )  # indices along the axis that fit
-    count = -(-leaf.shape[axis] // most) if free else 1
-    edges = [leaf.shape[axis] * i // count for i in range(count + 1)]
-    return [Piece(leaf, axis, start, stop) for start, stop in zip(edges, edges[1:])]
 
 
 def write_unit(path: Path, unit: Unit, arrays: dict[str, Any]) -> None:
@@ -168,55 +67,20 @@ def write_unit(path: Path, unit: Unit, arrays: dict[str, Any]) -> None:
         checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=args))
 
 
-def describe(unit: Unit, checksums: dict[str, int]) -> dict[str, Any]:
-    """The unit as JSON values, with the checksum of each piece; `understand` makes a Unit of it
-    again.
-    """
-    return {
-        "name": unit.name,
-        "pieces": [
-            {
-                **dataclasses.asdict(piece.leaf),
-                "axis": piece.axis,
-                "start": piece.start,
-                "stop": piece.stop,
-                "checksum": f"{checksums[piece.leaf.name]:016x}",
-            }
-            for piece in unit.pieces
-        ],
-    }
-
-
-def understand(described: dict[str, Any]) -> tuple[Unit, dict[str, int]]:
-    pieces = []
-    for entry in described["pieces"]:
-        leaf = Leaf(
-            entry["name"],
-            entry["group"],
-            tuple(entry["shape"]),
-            entry["dtype"],
-            tuple(entry["axes"]),
-        )
-        pieces.append(Piece(leaf, entry["axis"], entry["start"], entry["stop"]))
-        jnp.dtype(entry["dtype"])  # TypeError for what is none
-    checksums = {entry["name"]: int(entry["checksum"], 16) for entry in described["pieces"]}
-    return Unit(described["name"], tuple(pieces)), checksums
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object that a conversion wrote down."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
-            raise ValueError(f"it is a {type(value).__name__}, no object")
+            raise ValueError(f"it is a {type(value).__name__}, not an object")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not understood ({error}); {AGAIN}") from error
     return value
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the conversion at `path`. Raises CheckpointError that says what `path` is
-    when it has none.
+    """The manifest of the conversion at `path`. Without one, raises CheckpointError that says what
+    `path` is instead.
     """
     if not (path / MANIFEST).exists():
         raise CheckpointError(f"{path}: {_without_manifest(path)}")
@@ -231,13 +95,13 @@ def _without_manifest(path: Path) -> str:
     if (path / STATE).exists():
         return (
             f"an unfinished conversion (no {MANIFEST}); run `dspark convert` again, it goes on "
-            "where it was stopped"
+            "where it stopped"
         )
     if (path / UNITS).is_dir():
-        return f"a conversion that has lost its {MANIFEST}, and so what its arrays are; {AGAIN}"
+        return f"a conversion that has lost its {MANIFEST}, which says what its arrays are; {AGAIN}"
     if (path / SINGLE).exists() or (path / INDEX).exists():
         return "an official checkpoint, not a converted one; `dspark convert` makes one of it"
-    return f"no converted checkpoint (it has no {MANIFEST})"
+    return f"not a converted checkpoint (it has no {MANIFEST})"
 
 
 def raise_damaged(path: Path, units: list[str], texts: list[str]) -> None:
@@ -249,7 +113,9 @@ def raise_damaged(path: Path, units: list[str], texts: list[str]) -> None:
 
 
 def lost_files(path: Path, unit: str) -> list[str]:
-    """What a unit of the conversion at `path` lacks: its directory, or Orbax's own metadata there."""
+    """What a unit of the conversion at `path` lacks: its directory, or Orbax's own metadata in
+    it.
+    """
     place = path / UNITS / unit
     if not place.is_dir():
         return [f"{UNITS}/{unit}: missing"]
@@ -270,9 +136,9 @@ def is_converted(path: str | Path) -> bool:
 class ConvertedCheckpoint:
     """An open converted checkpoint. Made by `open`.
 
-    units: by name. checksums: (unit, leaf) -> of what was written of the leaf there. source: what
-    was converted, as `convert.fingerprint` says; source_path: where that was, a directory, or None
-    where an older version did not write it down.
+    units: by name. checksums: (unit, leaf) -> checksum of what was written of the leaf there.
+    source: what was converted, as `convert.fingerprint` describes it. source_path: the directory it
+      was in, or None where an older version did not record it.
     texts: SHA-256 of config.json and, unless an older version left it out, tokenizer.json.
     """
 
@@ -285,14 +151,8 @@ class ConvertedCheckpoint:
         source_path: str | None,
         texts: dict[str, str],
     ):
-        self.path, self.units, self.checksums, self.source, self.source_path = (
-            path,
-            units,
-            checksums,
-            source,
-            source_path,
-        )
-        self.texts = texts
+        self.path, self.units, self.checksums = path, units, checksums
+        self.source, self.source_path, self.texts = source, source_path, texts
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
         for unit in units.values():
             for piece in unit.pieces:
@@ -337,8 +197,8 @@ class ConvertedCheckpoint:
         return {name: pieces[0][1].leaf for name, pieces in self._pieces.items()}
 
     def check(self, expected: Iterable[Leaf]) -> None:
-        """The leaves must be those that the model wants, whole; else one CheckpointError that lists
-        every other one.
+        """The leaves must be those of the model, and whole; else one CheckpointError that lists
+        every one that is not.
         """
         expected, held = {leaf.name: leaf for leaf in expected}, self.leaves()
         found = [f"missing: {name}" for name in expected if name not in held]
@@ -357,11 +217,11 @@ class ConvertedCheckpoint:
         )
 
     def lost_files(self) -> list[str]:
-        """What units lack."""
+        """What the units lack."""
         return [lost for name in self.units for lost in lost_files(self.path, name)]
 
     def changed_texts(self) -> list[str]:
-        """Which of the texts beside the units are not those of the official checkpoint."""
+        """Which of the texts beside the units differ from those of the official checkpoint."""
         found = []
         for name, recorded in self.texts.items():
             try:
@@ -397,8 +257,8 @@ class ConvertedCheckpoint:
         return out
 
     def verify(self, unit: str) -> list[str]:
-        """Reads a whole unit again and compares it with the recorded checksums; what is wrong, by
-        name.
+        """Reads a whole unit again and compares it with the recorded checksums; returns what is
+        wrong, by name.
         """
         found = []
         for piece in self.units[unit].pieces:
@@ -450,5 +310,5 @@ def _first_line(error: Exception) -> str:
 
 
 def quiet_orbax() -> None:
-    """Orbax logs every save of every unit; a conversion has thousands."""
+    """Silences Orbax, which logs every save of every unit; a conversion has thousands."""
     logging.getLogger("absl").setLevel(logging.ERROR)

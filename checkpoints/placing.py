@@ -1,4 +1,4 @@
-"""An array over many devices, put together from parts that are read one at a time."""
+"""An array over many devices, made of parts that are read one at a time."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
 
 
 def first_owners(shape: tuple[int, ...], where: Sharding) -> set[Bounds]:
-    """The parts that this process counts as its own: every part has one owner among all processes."""
+    """The parts that this process owns: every part has one owner among all processes."""
     owners = {}
     for device, index in sorted(
         where.devices_indices_map(shape).items(), key=lambda item: item[0].id

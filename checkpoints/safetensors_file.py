@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Bits of every dtype a header may carry; which of them a tensor may have is for `official` to say.
+# Bits of every dtype a header may carry; `official` decides which of them a tensor may have.
 BITS = {
     "BOOL": 8,
     "U8": 8,

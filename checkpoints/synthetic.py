@@ -22,10 +22,8 @@ from dspark_jax.checkpoints.writer import write_official
 
 BLOCK_BYTES = 32 << 20  # random numbers drawn at a time; the working memory is a few times this
 ROWS = formats.FP8_BLOCK  # blocks of rows are whole quantisation blocks
-E4M3_RMS, E2M1_RMS = (
-    64.0,
-    2.0,
-)  # of the codes before their scale; the largest quantile stays inside either format
+# Of the codes before their scale; the largest quantile stays inside either format.
+E4M3_RMS, E2M1_RMS = 64.0, 2.0
 
 
 def write_synthetic(
@@ -101,9 +99,8 @@ def _quantised(
     """
     columns = spec.shape[1]
     rms = E4M3_RMS if spec.storage == "fp8" else E2M1_RMS
-    exponent = round(
-        -math.log2(rms * math.sqrt(columns) * math.sqrt((1 + 4) / 2))
-    )  # of the smaller scale; the other is twice it
+    # Of the smaller scale; the other is twice it.
+    exponent = round(-math.log2(rms * math.sqrt(columns) * math.sqrt((1 + 4) / 2)))
     for rows in _blocks(spec.shape[0], 2 * columns):
         if spec.storage == "fp8":
             codes = tables["fp8"][rng.integers(0, 65536, (rows, columns), np.uint16)]

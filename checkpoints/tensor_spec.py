@@ -1,5 +1,5 @@
-"""What a model says of each official tensor: its name, its shape, how it is stored. No file is read
-here, so this is what the model's code may import of the package.
+"""What a model declares of each official tensor: its name, its shape, how it is stored. No file is
+read here, so this is what the model's code may import of the package.
 """
 
 import dataclasses

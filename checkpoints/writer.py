@@ -1,9 +1,9 @@
 """Writes the official checkpoint layout that `official` reads: one file or shards with an index,
 atomically.
 
-Everything is written beside its final name first and renamed when it is whole; the file that makes
-a directory a checkpoint (`model.safetensors` or the index) comes last. A write that is killed
-leaves a directory without that file, never a mixture.
+Everything is written under another name first and renamed when it is whole; the file that makes a
+directory a checkpoint (`model.safetensors` or the index) comes last. A write that is killed leaves
+a directory without that file, never a mixture.
 """
 
 import json
@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,8 @@ def write_official(
     """
     directory, items = Path(directory), list(items)
     names = [spec.name for spec, _ in items]
-    raise_checkpoint_error(
-        directory,
-        [f"{name}: given twice" for name in sorted({n for n in names if names.count(n) > 1})]
-        if len(set(names)) < len(names)
-        else [],
-    )
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    raise_checkpoint_error(directory, [f"{name}: given twice" for name in twice])
     shards = _shards(items, max_shard_bytes)
     total = sum(_stored_bytes(spec) for spec, _ in items)
     try:
@@ -201,8 +198,8 @@ def _encode(spec: TensorSpec, values: Any) -> tuple[np.ndarray, np.ndarray | Non
     values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise CheckpointError(
-            f"{spec.name}: holds NaN or infinity; such a checkpoint would be of no use and is "
-            "not written"
+            f"{spec.name}: holds NaN or infinity; such a checkpoint would be useless and is not "
+            "written"
         )
     if spec.storage == "fp8":
         return formats.quantise_fp8(values)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.checkpoints import convert
 from dspark_jax.checkpoints.official import OfficialCheckpoint
-from dspark_jax.checkpoints.orbax_io import UNIT_BYTES
+from dspark_jax.checkpoints.units import UNIT_BYTES
 from dspark_jax.config import ModelConfig
 from dspark_jax.loading.load import expected_tensors, read_tokenizer, record_leaves
 from dspark_jax.loading.sources import read_official
@@ -25,14 +25,14 @@ def convert_checkpoint(
     progress: convert.Progress | None = None,
     unit_bytes: int = UNIT_BYTES,
 ) -> None:
-    """Converts the official checkpoint at `source` to the directory `target`, or goes on with it
-    where it was stopped.
+    """Converts the official checkpoint at `source` to the directory `target`, or resumes a
+    conversion that was stopped.
 
     mesh: the devices whose processes share the work, each reading and writing what its devices
       hold; any mesh can load the result. None: this process's first device. Several processes
       (`processes.initialize`) all call this, with all devices.
     progress: called with (bytes done, bytes in all).
-    unit_bytes: about what is in memory at a time; fixed when a conversion begins.
+    unit_bytes: about how much is in memory at a time; fixed when a conversion begins.
     Raises CheckpointError and ConfigError as `load` does, before anything is written where that is
       possible; DsparkError if another process is lost. What is done by then stays done.
     """

@@ -1,4 +1,6 @@
-"""Parameter values from files: an official checkpoint or a converted one. Both give the same bits."""
+"""Parameter values from files, of an official checkpoint or a converted one. Both give the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import numpy as np
 from dspark_jax import pallas_kernels
 from dspark_jax.checkpoints import formats
 from dspark_jax.checkpoints.official import OfficialCheckpoint
-from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, Leaf
+from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint
 from dspark_jax.checkpoints.placing import Bounds, place
+from dspark_jax.checkpoints.units import Leaf
 from dspark_jax.errors import CheckpointError
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.parameters import Declaration, ShapeSource
@@ -21,8 +24,7 @@ BLOCK_BYTES = 8 << 20  # of float32, read at a time
 
 
 class StackedSource:
-    """Puts layers together to stacked arrays over the mesh. A process reads what its devices hold,
-    and no more.
+    """Stacks layers to arrays over the mesh. A process reads what its devices hold, and no more.
 
     Subclasses fill one layer: fill(out, declared, prefix, bounds) writes the slice `bounds` of the
     layer's array into `out`.
@@ -67,8 +69,7 @@ class StackedSource:
         raise CheckpointError(
             f"{self.checkpoint.path}: {spec.name}.scale[{row - at[1].start}, {column}] is e8m0 "
             f"byte {byte}, 2^{byte - 127}; the kernel for {target()} takes scales up to byte "
-            f"{largest}. No trained model "
-            "has such weights: the file is damaged, copy it again"
+            f"{largest}. No trained model has such weights: the file is damaged, copy it again"
         )
 
 
@@ -190,8 +191,7 @@ def _read_dense(checkpoint, spec, out: np.ndarray, cut: list[slice]) -> None:
         ):
             raise CheckpointError(
                 f"{checkpoint.path}: {spec.name} holds NaN or values below the range of "
-                f"{out.dtype.name}: "
-                "the file is damaged, copy it again"
+                f"{out.dtype.name}: the file is damaged, copy it again"
             )
 
 

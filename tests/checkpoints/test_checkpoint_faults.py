@@ -234,7 +234,7 @@ def test_a_serial_mtp_checkpoint_is_named_as_such(tmp_path):
     edit_header(path, rename)
     message = checked(tmp_path, SPECS)
     assert r"serial multi-token-prediction (MTP) head (mtp.0.e_proj, mtp.0.enorm" in message
-    assert "needed is a DSpark checkpoint" in message and "\n" not in message
+    assert "needs a DSpark checkpoint" in message and "\n" not in message
 
 
 def test_other_names(tmp_path):

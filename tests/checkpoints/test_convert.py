@@ -110,7 +110,7 @@ def test_memory_is_bounded(source, tmp_path):
 
 @pytest.mark.parametrize(
     "moment, count",
-    [("write_unit", 2), ("_sync_tree", 3), ("_write_json", 2), ("_remove_traces", 1)],
+    [("write_unit", 2), ("sync_tree", 3), ("write_json", 2), ("_remove_traces", 1)],
 )
 def test_a_killed_conversion_goes_on(source, held, tmp_path, moment, count):
     """In the middle of a unit, before its mark, before the first mark, and when the manifest is
@@ -126,7 +126,7 @@ def test_a_killed_conversion_goes_on(source, held, tmp_path, moment, count):
     finished = {path.name: path.stat().st_mtime_ns for path in (target / UNITS).glob("*.done")}
     assert (
         len(finished)
-        == {"write_unit": 1, "_sync_tree": 2, "_write_json": 0, "_remove_traces": 31}[moment]
+        == {"write_unit": 1, "sync_tree": 2, "write_json": 0, "_remove_traces": 31}[moment]
     )
     seen = []
     parts.convert(source, target, progress=lambda *done: seen.append(done))
@@ -352,8 +352,8 @@ def test_a_refused_target_stays_as_it_was(source, tmp_path, monkeypatch):
     foreign.mkdir()
     (foreign / "letter").write_text("")
     for target, message in (
-        (source, "is not empty and no conversion"),
-        (foreign, "is not empty and no conversion"),
+        (source, "is neither empty nor a conversion"),
+        (foreign, "is neither empty nor a conversion"),
         (stopped, "another unit_bytes"),
     ):
         before = sorted(target.rglob("*"))
@@ -379,7 +379,7 @@ def test_read_only_and_impossible_targets(source, converted, tmp_path, monkeypat
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot be written \(.*Not a directory"):
         parts.convert(source, tmp_path / "file/new")
-    with pytest.raises(CheckpointError, match="is not empty and no conversion"):
+    with pytest.raises(CheckpointError, match="is neither empty nor a conversion"):
         parts.convert(source, source)
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(30, os.strerror(30))))
     with pytest.raises(CheckpointError, match=r"cannot be written \(.*Read-only file system"):

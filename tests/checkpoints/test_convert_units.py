@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.checkpoints.checksum import checksum, total
-from dspark_jax.checkpoints.orbax_io import Leaf, plan_units
 from dspark_jax.checkpoints.placing import first_owners, place
+from dspark_jax.checkpoints.units import Leaf, plan_units
 
 RNG = np.random.default_rng(5)
 

@@ -105,7 +105,7 @@ def test_verify_says_what_is_no_conversion(source, tmp_path):
     (tmp_path / "file").write_text("")
     for path, message in (
         (source, "an official checkpoint, not a converted one; `dspark convert`"),
-        (tmp_path, "no converted"),
+        (tmp_path, "not a converted"),
         (tmp_path / "nothing", "no such directory"),
         (tmp_path / "file", "a file; a converted checkpoint is"),
     ):
