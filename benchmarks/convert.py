@@ -71,9 +71,8 @@ def config(gb: float = 4.0):
     """
     from dspark_jax.config import v4_flash_0731
 
-    experts = max(
-        8, round((gb - 0.8) / 0.04 / 8) * 8
-    )  # one expert of all three layers: 40 MB; the rest: 0.8 GB
+    # One expert of all three layers: 40 MB; the rest: 0.8 GB.
+    experts = max(8, round((gb - 0.8) / 0.04 / 8) * 8)
     return dataclasses.replace(
         v4_flash_0731(),
         num_hidden_layers=2,
@@ -110,13 +109,8 @@ def child(what: str, *arguments: str) -> None:
     import orbax.checkpoint  # noqa: F401  its import is not what is measured
     import tensorstore  # noqa: F401
 
-    print(
-        json.dumps(
-            {"convert": convert, "verify": verify, "load": load, "compare": compare}[what](
-                *arguments
-            )
-        )
-    )
+    tasks = {"convert": convert, "verify": verify, "load": load, "compare": compare}
+    print(json.dumps(tasks[what](*arguments)))
 
 
 def convert(official: str, target: str) -> dict:
@@ -152,10 +146,8 @@ def load(target: str) -> dict:
     from dspark_jax.model.layers.numerics import Numerics
     from dspark_jax.runtime.sharding import make_mesh
 
-    checkpoint, numerics = (
-        ConvertedCheckpoint.open(target),
-        Numerics("bfloat16", True, make_mesh(1, 4)),
-    )
+    checkpoint = ConvertedCheckpoint.open(target)
+    numerics = Numerics("bfloat16", True, make_mesh(1, 4))
     with Curve() as curve:
         module = DSpark(
             ModelConfig.from_dict(checkpoint.config_dict),
@@ -197,12 +189,8 @@ class Curve:
 
     def __enter__(self) -> "Curve":
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
-        self.before, self.began, self.points, self.stop = (
-            memory("VmRSS"),
-            time.monotonic(),
-            [],
-            threading.Event(),
-        )
+        self.before, self.began = memory("VmRSS"), time.monotonic()
+        self.points, self.stop = [], threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
         return self

@@ -1,14 +1,16 @@
 """One layer's routed experts at real sizes on CPU: D 4096, F 2048, 6 routes, 64 experts (one
 device's share of 256).
 
-    python benchmarks/moe_fp4.py [--experts 64] [--rows 1 6 64] [--repeats 5] [--skip dequantised
-    packed einsum torch]
+    python benchmarks/moe_fp4.py [--experts 64] [--rows 1 6 64] [--repeats 5]
+        [--skip dequantised packed einsum torch]
 
 For each number of rows, the best time of
     dequantised   the op, backend "xla", experts held as float32 (6.4 GB at 64 experts)
     packed        the op, backend "xla", experts held as FP4 (0.9 GB)
-    einsum        the active experts, dequantised and then multiplied by einsum; up to 6 rows (more: the whole layer)
-    torch         transformers' DeepseekV4Experts in bfloat16 (3.2 GB), where torch and transformers are installed
+    einsum        the active experts, dequantised and then multiplied by einsum; up to 6 rows (more
+                  would take the whole layer)
+    torch         transformers' DeepseekV4Experts in bfloat16 (3.2 GB), where torch and transformers
+                  are installed
 beside the bandwidth bound of each way of holding the experts: bytes of the active ones over the
 rate of a large copy, read and written. "einsum / it" is how many times as long the einsum takes.
 "extra memory" is what the packed op's program needs beside its arguments and result, in percent of
@@ -30,11 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 WIDTH, INNER, ROUTES, LIMIT = 4096, 2048, 6, 10.0
 PARAMETERS = 3 * WIDTH * INNER  # of one expert
+# Of one expert.
 BYTES = {
     "dequantised": 4 * PARAMETERS,
     "packed": PARAMETERS * (1 / 2 + 1 / 32),
     "torch": 2 * PARAMETERS,
-}  # of one expert
+}
 MOST_EINSUM_ROWS = 6
 SECONDS = 12.0  # after which a measurement is not repeated
 
@@ -156,9 +159,8 @@ def torch_times(options):
     times = {}
     with torch.no_grad():
         for table in (layer.gate_up_proj, layer.down_proj):
-            table.copy_(
-                torch.randn(table.shape[1:]) * 0.02
-            )  # one expert's values are as good as another's
+            # The same values for every expert are as good as others.
+            table.copy_(torch.randn(table.shape[1:]) * 0.02)
         for rows in options.rows:
             x, ids, weights, _ = batch(rows, options.experts)
             arguments = (
@@ -166,7 +168,7 @@ def torch_times(options):
                 torch.from_numpy(ids).long(),
                 torch.from_numpy(weights).bfloat16(),
             )
-            times[rows] = best(lambda: layer(*arguments), options.repeats)
+            times[rows] = best(functools.partial(layer, *arguments), options.repeats)
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.experts} "
         "experts in bfloat16",
@@ -188,9 +190,8 @@ def jax_times(kinds, options):
     times, extra, outputs = {kind: {} for kind in kinds}, {}, {}
     for kind in kinds:  # dequantised last: its table is large
         table = dequantised(packed) if kind == "dequantised" else packed
-        for rows in (
-            options.rows if kind != "einsum" else (r for r in options.rows if r <= MOST_EINSUM_ROWS)
-        ):
+        most = MOST_EINSUM_ROWS if kind == "einsum" else max(options.rows)
+        for rows in (rows for rows in options.rows if rows <= most):
             if kind == "einsum":
                 arguments = einsum_arguments(rows, packed)
                 program = jax.jit(einsum_of_active).lower(*arguments).compile()
@@ -199,12 +200,18 @@ def jax_times(kinds, options):
                 program = op(*arguments)
             compare(outputs, rows, kind, program(*arguments))
             times[kind][rows] = best(
-                lambda: jax.block_until_ready(program(*arguments)), options.repeats
+                functools.partial(finished, program, *arguments), options.repeats
             )
             if kind == "packed":
                 extra[rows] = 100 * program.memory_analysis().temp_size_in_bytes / size
             print(f"  {kind}, {rows} rows: {times[kind][rows][0]:.1f} ms", flush=True)
     return times, extra
+
+
+def finished(program, *arguments):
+    import jax
+
+    return jax.block_until_ready(program(*arguments))
 
 
 def compare(outputs, rows, kind, y):

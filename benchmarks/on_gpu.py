@@ -1,4 +1,4 @@
-"""Checks and times `pallas_kernels.gpu` on a GPU. Run through on_gpu.sh.
+"""Checks and times `pallas_kernels.pallas_triton` on a GPU. Run through on_gpu.sh.
 
 --seeds N     seeds of the correctness part (default 50)
 --tune        time the kernels of every candidate of CANDIDATES too
@@ -18,9 +18,8 @@ from dspark_jax.pallas_kernels import Experts, oracle, pallas_triton
 from dspark_jax.pallas_kernels.routing import Held
 
 LIMIT = 10.0
-REAL = dict(
-    width=4096, inner=2048, experts=64, routes=6
-)  # one device's share of the 256 experts of a layer
+# One device's share of the 256 experts of a layer.
+REAL = dict(width=4096, inner=2048, experts=64, routes=6)
 SMALL = dict(width=512, inner=256, experts=8, routes=4)
 BLOCKS = [
     pallas_triton.DECODE,
@@ -257,9 +256,8 @@ def main():
         for blocks in CANDIDATES[regime]
         for rows in ROWS[regime]
     ]
-    for number, (regime, blocks, rows) in enumerate(
-        trials + [(regime, chosen[regime], rows) for regime in chosen for rows in ROWS[regime]]
-    ):
+    final = [(regime, blocks, rows) for regime, blocks in chosen.items() for rows in ROWS[regime]]
+    for number, (regime, blocks, rows) in enumerate(trials + final):
         start = time.perf_counter()
         fitted = pallas_triton.blocks_for(regime, experts, blocks)
         times = speed(

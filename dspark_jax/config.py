@@ -123,7 +123,7 @@ class ModelConfig:
     compress_ratios: tuple[int, ...]  # one a main layer, then one (0) a draft stage
     dspark_block_size: int  # K, drafts a round
     dspark_markov_rank: int
-    dspark_noise_token_id: int  # fills the draft block behind the anchor
+    dspark_noise_token_id: int  # fills the draft block after the anchor
     dspark_target_layer_ids: tuple[int, ...]  # main layers whose output the drafter sees, ascending
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()  # stop tokens; empty where the file names none
@@ -136,7 +136,7 @@ class ModelConfig:
 
     @property
     def n_draft_stages(self) -> int:
-        """Draft stages: the entries of compress_ratios behind the main layers."""
+        """Draft stages: the entries of compress_ratios after the main layers."""
         return len(self.compress_ratios) - self.num_hidden_layers
 
     @property
@@ -170,7 +170,7 @@ class ModelConfig:
             _raise_if(
                 [
                     f"n_mtp_layers = {stages!r}: compress_ratios has {config.n_draft_stages} "
-                    f"entries behind the {config.num_hidden_layers} main layers, one a draft "
+                    f"entries after the {config.num_hidden_layers} main layers, one for each draft "
                     "stage; the two must agree"
                 ],
                 source,

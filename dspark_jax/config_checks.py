@@ -149,8 +149,7 @@ def _ratio_problems(config: Any) -> list[str]:
     if len(ratios) <= layers:
         return [
             f"compress_ratios: {len(ratios)} entries for num_hidden_layers = {layers}; it needs "
-            "one a main layer and, behind "
-            "them, one (0) for each of at least one DSpark stage"
+            "one for each main layer and, after them, a 0 for each of one or more DSpark stages"
         ]
     found = [
         f"compress_ratios[{i}] = {ratio}: must be 0 or more"
@@ -158,7 +157,7 @@ def _ratio_problems(config: Any) -> list[str]:
         if ratio < 0
     ]
     found += [
-        f"compress_ratios[{i}] = {ratio}: entries behind the {layers} main layers belong to the "
+        f"compress_ratios[{i}] = {ratio}: entries after the {layers} main layers belong to the "
         "DSpark stages and must be 0"
         for i, ratio in enumerate(ratios)
         if i >= layers and ratio > 0
@@ -177,8 +176,7 @@ def _rope_problems(config: Any) -> list[str]:
     ):
         found.append(
             "rope_scaling.original_max_position_embeddings = "
-            f"{rope.original_max_position_embeddings!r}: "
-            "expected an integer >= 1"
+            f"{rope.original_max_position_embeddings!r}: expected an integer >= 1"
         )
     if rope.factor < 1:
         found.append(f"rope_scaling.factor = {rope.factor}: must be at least 1")

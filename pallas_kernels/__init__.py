@@ -1,9 +1,10 @@
 """FP4 expert GEMMs and activation quantisation. Knows nothing of the model around it.
 
-moe_fp4, Experts    the routed experts of one layer, on every backend          moe.py
-fp4                 the weight format: pack, unpack, quantise, dequantise       fp4.py
-activation          simulated e4m3 / e2m1 activation quantisation               activation.py
-products            products whose rows do not depend on their number           products.py
+moe_fp4, Experts    the routed experts of one layer, on every backend      moe.py
+BACKENDS            the backends, and how to add one                       moe.py
+fp4                 the weight format: pack, unpack, quantise, dequantise  fp4.py
+activation          simulated e4m3 / e2m1 activation quantisation          activation.py
+products            products whose rows do not depend on their number      products.py
 """
 
 from dspark_jax.pallas_kernels import activation, fp4

@@ -3,10 +3,11 @@
 The official kernels quantise activations on the fly; here a value is replaced by its quantised and
 dequantised self.
 
-    act_quant(x, block)    e4m3 with one power-of-two scale for `block` consecutive channels of the last axis (QA)
-    fp4_act_quant(x)       e2m1 with one power-of-two scale for 32 consecutive channels of the last axis (QF)
+    act_quant(x, block)    QA: e4m3, one power-of-two scale for `block` consecutive channels
+    fp4_act_quant(x)       QF: e2m1, one power-of-two scale for 32 consecutive channels
 
-Both keep shape and dtype, compute in float32 and pass gradients through unchanged.
+Channels are the last axis. Both keep shape and dtype, compute in float32 and pass gradients through
+unchanged.
 """
 
 import functools

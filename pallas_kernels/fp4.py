@@ -1,7 +1,8 @@
 """FP4 weights: e2m1 codes two a byte, with one e8m0 scale for 32 consecutive columns (spec section
 3).
 
-    code    4 bits: sign, two exponent bits, one mantissa bit; codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6
+    code    4 bits: sign, two exponent bits, one mantissa bit; codes 0..7 are
+            0, 0.5, 1, 1.5, 2, 3, 4, 6
     byte j  column 2j in the low nibble, column 2j+1 in the high nibble
     scale   byte b means 2 ** (b - 127); 0 is 2 ** -127 (not zero), 255 is NaN and refused
 
@@ -21,15 +22,8 @@ from dspark_jax.pallas_kernels.activation import E2M1_MAX, power_of_two_scale
 
 BLOCK = 32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_THRESHOLDS = (
-    0.25,
-    0.75,
-    1.25,
-    1.75,
-    2.5,
-    3.5,
-    5.0,
-)  # between neighbouring magnitudes; a tie goes to the even code
+# Between neighbouring magnitudes; a tie goes to the even code.
+_THRESHOLDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def pack(codes: jax.Array) -> jax.Array:
@@ -46,8 +40,8 @@ def unpack(packed: jax.Array) -> jax.Array:
 
 def decode_e2m1(codes: jax.Array) -> jax.Array:
     """Codes (any integer dtype; the lowest four bits count) to float32 values, by integer
-    arithmetic only: no table, so that it fuses everywhere. From magnitude 2 on, a code is a float's
-    lowest exponent bits and highest mantissa bit.
+    arithmetic only: without a table, so that every backend fuses it. From magnitude 2 on, a code is
+    a float's lowest exponent bits and highest mantissa bit.
     """
     code = codes.astype(jnp.int32)
     magnitude = code & 7
@@ -100,7 +94,7 @@ def quantise(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def check_scales(scales: np.ndarray, name: str = "scale") -> None:
-    """Refuse e8m0 NaN. scales: uint8 on the host."""
+    """Refuses e8m0 NaN. scales: uint8 on the host."""
     if (bad := np.argwhere(np.asarray(scales) == 255)).size:
         raise ValueError(
             f"{name}: e8m0 byte 255 (NaN) at {tuple(map(int, bad[0]))}; the file is damaged or "
@@ -131,9 +125,8 @@ def np_quantise(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     exponent = np.ceil(np.log2(amax / E2M1_MAX))
     distance = np.abs(np.abs(blocks / 2.0**exponent)[..., None] - E2M1[:8])
     nearest = distance.min(axis=-1, keepdims=True) == distance
-    even_first = nearest * np.where(
-        np.arange(8) % 2 == 0, 2, 1
-    )  # of two equally near codes the even one
+    # Of two equally near codes the even one.
+    even_first = nearest * np.where(np.arange(8) % 2 == 0, 2, 1)
     code = even_first.argmax(axis=-1).astype(np.uint8) | (np.signbit(blocks).astype(np.uint8) << 3)
     pairs = code.reshape(*weights.shape[:-1], -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4), (exponent[..., 0] + 127).astype(np.uint8)

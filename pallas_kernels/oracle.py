@@ -1,11 +1,10 @@
-"""The routed experts in NumPy float64: the line every backend is held against. Slow, independent of
-the backends' code.
+"""The routed experts in NumPy float64: the line that every backend is held against. Slow, and
+independent of the backends' code.
 
 `line` can round to bfloat16 where the accelerator kernels do (their inputs and the hidden
-activations). A rounding is
-discontinuous: a value that lies within float32 noise of a rounding boundary may go either way.
-`line` therefore also returns, row by row, how far such undecided values could move the output; it
-is zero for most rows, and nothing else is tolerated.
+activations). A rounding is discontinuous: a value that lies within float32 noise of a rounding
+boundary may go either way. `line` therefore also returns, row by row, how far such undecided values
+could move the output; it is zero for most rows, and nothing else is tolerated.
 """
 
 from typing import NamedTuple

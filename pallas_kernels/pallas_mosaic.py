@@ -1,4 +1,4 @@
-"""The routed experts on a TPU: two Pallas kernels (gate + up, then down) for Mosaic.
+"""The routed experts on a TPU: two Pallas kernels (gate + up, then down) lowered through Mosaic.
 
 The grid walks blocks of output columns, and for each of them the tiles of rows (`routing`). The
 tiles' experts are known to the pipeline before the kernel starts (scalar prefetch), so exactly the
@@ -113,7 +113,7 @@ def _expert_block(rows, columns, offset=0):
 
 
 def _call(kernel, plan, operands, in_specs, block_n, columns, dtype, interpret):
-    """Run `kernel` over (blocks of columns, tiles); result [tiles, tile, columns]."""
+    """Runs `kernel` over (blocks of columns, tiles); result [tiles, tile, columns]."""
     tiles, tile = plan.slot_used.shape
     clamp = lambda i, count: jnp.minimum(i, jnp.maximum(count[0] - 1, 0))
     spec = pltpu.PrefetchScalarGridSpec(

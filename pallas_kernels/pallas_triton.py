@@ -62,12 +62,12 @@ def _half_e2m1(code):
 
 
 # Four bytes to four weights. $0,$1: two bfloat16 each; $2: the bytes, $3,$4: their scales, two
-# bfloat16 each (the four bytes may come from different rows). The wanted nibble is the upper one of
-# its byte (after the shift, for the even columns). A byte is moved to the top of a half word; sign
-# and magnitude then go to bfloat16's sign and to its lowest exponent and highest mantissa bits,
-# which is the e2m1 value times 2^-126 (0.5 is a subnormal, which this instruction set keeps). Left
-# to the compiler the same arithmetic takes several times the instructions, and the kernel is bound
-# by them before it is by the memory.
+# bfloat16 each (the four bytes may come from different rows). The nibble to take is the upper one
+# of its byte (after the shift, for the even columns). A byte is moved to the top of a half word;
+# sign and magnitude then go to bfloat16's sign and to its lowest exponent and highest mantissa
+# bits, which is the e2m1 value times 2^-126 (0.5 is a subnormal, which this instruction set keeps).
+# Left to the compiler the same arithmetic takes several times the instructions, and the kernel is
+# bound by them before it is by the memory.
 _UNPACK_PTX = """{
 .reg .b32 w, t<2>, m<2>;
 shl.b32 w, $2, SHIFT;
@@ -178,7 +178,7 @@ def _down_kernel(tile_expert, n_tiles, x, w2, s2, out, *, blocks, interpret):
 
 
 def _call(kernel, blocks, columns, rows, out_shape, operands, interpret):
-    """Run `kernel` over (column blocks, tiles of rows) with every operand whole in device memory."""
+    """Runs `kernel` over (column blocks, tiles of rows), every operand whole in device memory."""
     extra = {"interpret": True} if interpret else {"compiler_params": _compiler_params(blocks)}
     call = pl.pallas_call(
         functools.partial(kernel, blocks=blocks, interpret=interpret),
@@ -207,10 +207,8 @@ def _by_parity(x, interpret):
 
 def _fit(blocks: Blocks, width: int, inner: int) -> Blocks:
     """The largest power-of-two blocks up to `blocks` that divide an expert of small or odd size."""
-    largest = lambda wanted, *sizes: max(
-        b
-        for b in (16, 32, 64, 128, 256, 512, 1024)
-        if b <= wanted and all(s % b == 0 for s in sizes)
+    largest = lambda most, *sizes: max(
+        b for b in (16, 32, 64, 128, 256, 512, 1024) if b <= most and all(s % b == 0 for s in sizes)
     )
     return blocks._replace(
         block_n=largest(blocks.block_n, width, inner), block_k=largest(blocks.block_k, width, inner)
@@ -230,7 +228,7 @@ class Work(NamedTuple):
 def prepare(
     x, ids, weights, mask, here, activation_quant, blocks, interpret=False
 ) -> tuple[Work, routing.Schedule]:
-    """Sort the pairs into tiles; arguments as `moe_fp4`."""
+    """Sorts the pairs into tiles; arguments as `moe_fp4`."""
     plan = routing.schedule(ids, mask, here, blocks.tile)
     row_of_slot = plan.pair_of_slot // ids.shape[1]
     slot_weight = weights.reshape(-1).astype(jnp.float32)[plan.pair_of_slot]

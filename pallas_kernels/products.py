@@ -11,7 +11,9 @@ LONGEST_SUM = 64
 
 
 def precision(x: jax.Array):
-    """float32 operands are multiplied as float32 on every backend; bfloat16 ones need nothing said."""
+    """The precision of a product: float32 operands are multiplied as float32 on every backend,
+    bfloat16 ones need no setting.
+    """
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 

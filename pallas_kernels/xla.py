@@ -8,8 +8,8 @@ width alone, never on the number of rows:
   first: a CPU multiplies a few rows several times faster so. Long sums are cut (`products`),
   because XLA's CPU backend cuts them itself, differently for 8 rows and for 64. In the prefill
   regime all tiles go in one batched matmul, which is fast for thousands of rows; experts must then
-  be dequantised. Held rows first, they are multiplied whole, for training: this is the way that has
-  a gradient;
+  be dequantised. Held rows first, they are multiplied whole, for training: this is the path that
+  has a gradient;
 * wide experts: one row a tile, as a multiplication and a reduction that XLA fuses with the slice
   that picks the expert (and with the FP4 arithmetic if the expert is packed), so that the expert is
   read in place. A GEMM would first copy the slice (67 MB for one real w13) and then repack it:

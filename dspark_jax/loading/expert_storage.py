@@ -1,15 +1,16 @@
-"""How the routed experts are held: dequantised or packed FP4. Chosen when a model is loaded, said
+"""How the routed experts are held: dequantised or packed FP4. Chosen when a model is loaded, shown
 by `dspark inspect`.
 
 Accelerators hold them packed; their kernels unpack. On CPU dequantised experts save the time of
 unpacking (benchmarks/moe_fp4.py) and take 7.5 times the memory in float32 (FP4 values are exact in
-it), so they are held so when the whole model then fits:
+it), so they are dequantised where the whole model then fits:
 
-    needed     every array of the model on this process's devices, one stream's cache on each, and the largest array once more,
-               which is in memory twice while it is placed
+    needed     every array of the model on this process's devices, one stream's cache on each, and
+               the largest array once more, which is in memory twice while it is placed
     available  host_memory.available_memory()
-    needed <= SHARE * available: dequantised, else packed; processes on one machine add up, and one
-    answer holds for all processes
+
+needed <= SHARE * available: dequantised, else packed. What processes on one machine need adds up,
+and one answer holds for all processes.
 
 The environment variable DSPARK_EXPERT_STORAGE, "dequantised" or "packed", decides instead. It is
 worth setting where bits must not depend on how much memory was left: experts wider than
@@ -51,8 +52,8 @@ class ExpertStorage:
     """A choice and its reason.
 
     kind: "dequantised" or "packed". why: the reason, for people. dequantised_bytes, packed_bytes:
-    what this process needs either way. available_bytes: what it could have. limit_bytes: what it
-    would take of that at most.
+      what this process needs either way. available_bytes: what it could have. limit_bytes: how much
+      of that it would take at most.
     """
 
     kind: str
@@ -73,8 +74,8 @@ class ExpertStorage:
 def choose(build: Callable[[Source], nnx.Module], numerics: Numerics, cache: Any) -> ExpertStorage:
     """How to hold the experts of the model build(source). cache: shapes of one stream's cache.
 
-    Raises ConfigError when the environment variable holds something else. On a mesh of several
-      processes all must call it.
+    Raises ConfigError for another value of the environment variable. On a mesh of several processes
+      all must call it.
     """
     beside = sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)
@@ -98,14 +99,16 @@ def choose(build: Callable[[Source], nnx.Module], numerics: Numerics, cache: Any
                 f"{VARIABLE}: {setting!r}; use {DEQUANTISED!r} or {PACKED!r}, or unset it to "
                 "choose by memory"
             )
-        return answer(setting, f"{VARIABLE} says so")
+        return answer(setting, f"set by {VARIABLE}")
     if fits(memory_of_processes(numerics.mesh, dequantised, available)):
         return answer(DEQUANTISED, "the model then fits in memory")
     return answer(PACKED, "dequantised, the model would not fit in memory")
 
 
 def needed_bytes(build: Callable[[Source], nnx.Module], numerics: Numerics, packed: bool) -> int:
-    """Bytes of the model's arrays on this process's devices, and of the largest one as it is read."""
+    """Bytes of the model's arrays on this process's devices, and of the largest one once more, as
+    it is read.
+    """
     cut = functools.partial(sharding.parameter_sharding, numerics.mesh)
     module = build(ShapeSource(numerics.dtype, packed, cut))
     arrays = jax.tree.leaves(nnx.state(module))
@@ -118,19 +121,17 @@ def _devices(mesh: Mesh) -> int:
 
 
 def memory_of_processes(mesh: Mesh, needed: int, available: int) -> list[tuple[int, int, int]]:
-    """(machine, needed, available) of every process of the mesh; the machine is a number made of
-    its name. Bytes, or whole MiB where several processes tell each other.
+    """(machine, needed, available) of every process of the mesh; the machine is a number made from
+    its name. Bytes, or whole MiB where several processes exchange them.
     """
     machine = zlib.crc32(socket.gethostname().encode()) >> 1
     if not mesh.is_multi_process:
         return [(machine, needed, available)]
     mine = np.array([[jax.process_index(), machine, -(-needed // MIB), available // MIB]], np.int32)
     rows = NamedSharding(mesh, PartitionSpec((sharding.DATA, sharding.MODEL)))
-    said = jax.make_array_from_callback((mesh.size, mine.size), rows, lambda index: mine)
-    return [
-        tuple(map(int, row[1:]))
-        for row in np.unique(np.asarray(sharding.replicate(mesh, said)), axis=0)
-    ]
+    shared = jax.make_array_from_callback((mesh.size, mine.size), rows, lambda index: mine)
+    of_all = np.unique(np.asarray(sharding.replicate(mesh, shared)), axis=0)
+    return [tuple(map(int, row[1:])) for row in of_all]
 
 
 def fits(processes: list[tuple[int, int, int]]) -> bool:
@@ -138,9 +139,7 @@ def fits(processes: list[tuple[int, int, int]]) -> bool:
     them together.
     """
     for machine in {process[0] for process in processes}:
-        there = [process for process in processes if process[0] == machine]
-        if sum(needed for _, needed, _ in there) > SHARE * min(
-            available for _, _, available in there
-        ):
+        _, needed, available = zip(*(process for process in processes if process[0] == machine))
+        if sum(needed) > SHARE * min(available):
             return False
     return True

@@ -1,4 +1,4 @@
-"""How much memory this process can still have."""
+"""How much memory this process can still get."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-UNKNOWN = 2 << 30  # bytes; what a machine that says nothing is taken to have
+UNKNOWN = 2 << 30  # bytes; assumed where the machine does not tell
 
 
 def available_memory(root: str | Path = "/") -> int:
-    """Bytes that can be had without swapping: the least of what the machine has left and what its
-    control groups allow.
+    """Bytes that this process can get without swapping: the least of what the machine has left and
+    what its control groups allow.
 
-    Linux says so in proc/meminfo (MemAvailable) and sys/fs/cgroup (limit less usage, not counting
+    Linux tells in proc/meminfo (MemAvailable) and sys/fs/cgroup (limit less usage, not counting
     file pages that can be dropped; of this process's group and all around it, version 1 or 2).
     Elsewhere it is half of the physical memory, or UNKNOWN.
 
@@ -52,9 +52,8 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 def _left_in_group(directory: Path, limit: str, usage: str, droppable: str) -> Iterator[int]:
     most, used = _text(directory / limit).strip(), _text(directory / usage).strip()
-    if (
-        most.isdecimal() and used.isdecimal()
-    ):  # without a limit version 2 says "max", version 1 a number beyond any memory
+    # Without a limit, version 2 has "max" here, version 1 a number beyond any memory.
+    if most.isdecimal() and used.isdecimal():
         yield int(most) - int(used) + _fields(directory / "memory.stat").get(droppable, 0)
 
 

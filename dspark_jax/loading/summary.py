@@ -1,6 +1,6 @@
 """What a checkpoint holds, from its headers alone: config, parameters and bytes by part and
-precision; and how `load` would hold its routed experts on this machine (expert_storage.py). A
-converted checkpoint's manifest tells the same of it.
+precision; and how `load` would hold its routed experts on this machine (expert_storage.py). Of a
+converted checkpoint the manifest says all this.
 
 A stored number is one parameter (a packed byte holds two); scales count as bytes of the tensor that
 they belong to.
@@ -228,10 +228,8 @@ def _storage(config: ModelConfig | None) -> ExpertStorage | None:
         return None
     try:
         return choose_expert_storage(config, Numerics(dtype_name(None)))
-    # JAX cannot have the accelerator, as another process uses it; the headers can be read all the
-    # same
     except RuntimeError:
-        return None
+        return None  # another process has the accelerator; the headers can be read all the same
 
 
 def _config(

@@ -20,7 +20,7 @@ from dspark_jax.model.main import MainModel
 from dspark_jax.model.parameters import Source
 from dspark_jax.runtime.backend import decode_rows
 
-MAX_SEQ_LEN = 4096  # unless said otherwise
+MAX_SEQ_LEN = 4096  # the default
 LARGEST_PREFILL_CHUNK = 128
 
 

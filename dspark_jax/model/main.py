@@ -32,7 +32,9 @@ from dspark_jax.runtime.sharding import (
 
 
 class MainModel(nnx.Module):
-    """DeepSeek-V4. Tensors `embed.weight`, `layers.*`, `hc_head_*`, `norm.weight`, `head.weight`."""
+    """DeepSeek-V4. Tensors `embed.weight`, `layers.*`, `hc_head_*`, `norm.weight` and
+    `head.weight`.
+    """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, source: Source):
         self.config, self.numerics = config, numerics
@@ -64,7 +66,9 @@ class MainModel(nnx.Module):
         return sum_over_model(jnp.where(held[..., None], table[jnp.where(held, own, 0)], 0))
 
     def logits(self, y: jax.Array) -> jax.Array:
-        """Collapsed output y [B, T, D] -> [B, T, V] float32, the whole vocabulary on every device."""
+        """Collapsed output y [B, T, D] -> [B, T, V] float32, with the whole vocabulary on every
+        device.
+        """
         return gather_over_model(at_least_two_rows(lambda rows: dot(self.norm(rows), self.head), y))
 
     def draft_head(self) -> nnx.Variable:
@@ -143,8 +147,8 @@ def flatten_taps(taps: jax.Array) -> jax.Array:
 
 
 def at_least_two_rows(function, x: jax.Array) -> jax.Array:
-    """function(x) for x [..., T, K]; a single row goes along twice, because a CPU multiplies one
-    row in another order than several.
+    """function(x) for x [..., T, K]; a single row is passed twice, because a CPU multiplies one row
+    in another order than several.
     """
     if np.prod(x.shape[:-1]) > 1:
         return function(x)

@@ -2,12 +2,12 @@
 and the checkpoint tensors.
 
 A module's constructor calls `make(tensor, shape, storage, axes)` for each of its parameters. What
-that returns is decided by the `Source` behind `make`: random values, values of an official
+that returns is decided by the `Source` that `make` draws from: random values, values of an official
 checkpoint, or shapes only. So the loader, the sharding, the initialiser and the exporter cannot
 disagree about a parameter.
 
-Equal layers are stacked: a parameter of n layers is one array [n, *shape] and its declaration
-speaks of one layer.
+Equal layers are stacked: a parameter of n layers is one array [n, *shape], and its declaration
+describes one layer.
 """
 
 from __future__ import annotations
@@ -210,7 +210,9 @@ class ShapeSource:
 
 
 class RandomSource:
-    """Random values that keep activations near unit scale, for training from scratch and for tests."""
+    """Random values that keep activations near unit scale, for training from scratch and for
+    tests.
+    """
 
     packed_experts = columns_first = False
 

@@ -1,1 +1,1 @@
-"""What a model needs on devices that are not at hand."""
+"""What a model needs on devices that this machine does not have."""

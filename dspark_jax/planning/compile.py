@@ -1,7 +1,7 @@
 """Compiles the full-size programs for a TPU topology on a machine without one, from shapes alone:
 no weights, no device.
 
-What the TPU compiler then says about memory is what it would say there.
+What the compiler says about memory here is what it would say there.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def compile_programs(
     streams: int,
     only: Collection[str] = PROGRAMS,
 ) -> dict:
-    """Compiles programs of PROGRAMS; name -> seconds, bytes per device, and how many copies of a
-    cache are in the compiled text.
+    """Compiles programs of PROGRAMS; name -> seconds, bytes per device, and the number of copies of
+    a cache in the compiled text.
     """
     mesh = make_mesh(*mesh_sizes, devices=topology_devices(topology))
     with compiling_for("tpu"):
@@ -101,11 +101,12 @@ class _Shapes:
         """What the parts of the cache on one device are called in compiled text,
         "bf16[2,8,16384,512]" say.
         """
-        return {
-            f"{_SHORT[leaf.dtype.name]}[{','.join(map(str, leaf.sharding.shard_shape(leaf.shape)))}]"
-            for leaf in jax.tree.leaves(self.cache)
-            if leaf.ndim > 1
-        }
+
+        def name(leaf):
+            sizes = leaf.sharding.shard_shape(leaf.shape)
+            return f"{_SHORT[leaf.dtype.name]}[{','.join(map(str, sizes))}]"
+
+        return {name(leaf) for leaf in jax.tree.leaves(self.cache) if leaf.ndim > 1}
 
     def programs(self) -> dict:
         """Name -> (function, donated argument, arguments): those that `generate` runs."""

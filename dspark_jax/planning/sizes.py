@@ -137,8 +137,8 @@ def check(
     streams: int,
     accepted: float,
 ) -> None:
-    """Raises ConfigError, saying why, for what cannot be planned: the target, the mesh on it, or
-    the numbers.
+    """Raises ConfigError for a target, a mesh on it or numbers that cannot be planned, saying
+    why.
     """
     _check_target(target)
     _check_mesh(config, target, mesh)
@@ -150,8 +150,7 @@ def check(
     if not 0 <= accepted <= config.dspark_block_size:
         raise ConfigError(
             f"accepted {accepted:g}: drafts accepted per round must lie between 0 and "
-            f"{config.dspark_block_size}, "
-            "the draft block"
+            f"{config.dspark_block_size}, the draft block"
         )
 
 
@@ -172,10 +171,10 @@ def _check_target(target: Target) -> None:
 
 def _check_mesh(config: ModelConfig, target: Target, mesh: tuple[int, int]) -> None:
     """The mesh must be all of the target's devices, and the model must divide over it."""
-    devices = target.devices
-    if math.prod(mesh) != devices:
+    devices, count = target.devices, math.prod(mesh)
+    if count != devices:
         raise ConfigError(
-            f"mesh {mesh[0]}x{mesh[1]} takes {math.prod(mesh)} devices, but there are {devices} "
+            f"mesh {mesh[0]}x{mesh[1]} is of {count} device{'s' * (count != 1)}, not of {devices} "
             f"({target.name}); its sizes must multiply to {devices}, such as 1x{devices}"
         )
     check_divides(config, mesh[1], f"mesh {mesh[0]}x{mesh[1]}")
@@ -201,14 +200,11 @@ def make_plan(
         return held + _local(streams, mesh) * cache_bytes(config, context) <= target.memory
 
     longest = _largest(lambda n: fits(n * 1024, streams), MAX_POSITIONS // 1024) * 1024
-    most = (
-        _largest(lambda n: fits(context, n * mesh[0]), int(target.memory // per_stream)) * mesh[0]
-    )  # caches alone bound n
-    speed = (
-        None
-        if target.bandwidth is None
-        else estimate_speed(config, target, mesh, context, streams, accepted)
-    )
+    bound = int(target.memory // per_stream)  # of the caches alone
+    most = _largest(lambda n: fits(context, n * mesh[0]), bound) * mesh[0]
+    speed = None
+    if target.bandwidth is not None:
+        speed = estimate_speed(config, target, mesh, context, streams, accepted)
     return Plan(
         target,
         mesh,
@@ -226,7 +222,9 @@ def make_plan(
 
 
 def _largest(holds, most: int) -> int:
-    """The largest n in 0..most for which holds(n), given that it holds up to some n and not beyond."""
+    """The largest n in 0..most for which holds(n), given that it holds up to some n and not beyond
+    it.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -259,14 +257,10 @@ def estimate_speed(
 
     An upper bound: it leaves out communication, arithmetic and launch overhead.
     """
-    parameters, local, block = (
-        parameter_bytes(config, mesh),
-        _local(streams, mesh),
-        config.dspark_block_size,
-    )
-    per_expert = (
-        parameters["experts"] * mesh[1] / (config.num_hidden_layers * config.n_routed_experts)
-    )
+    parameters = parameter_bytes(config, mesh)
+    local, block = _local(streams, mesh), config.dspark_block_size
+    main_experts = config.num_hidden_layers * config.n_routed_experts
+    per_expert = parameters["experts"] * mesh[1] / main_experts
     head = parameters["embedding and head"] // 2
 
     def experts(rows, layers):

@@ -20,7 +20,7 @@ import numpy as np
 
 from dspark_jax.errors import ConfigError, DsparkError
 
-# Seconds. A process that ended, or cannot be reached, for so long ends the others: without it they
+# Seconds. When a process has been gone or out of reach for so long, the others are ended, which
 # would wait for it for ever.
 HEARTBEAT_TIMEOUT = 30
 START_TIMEOUT = 300
@@ -36,9 +36,10 @@ def initialize(
     the devices of all of them.
 
     Args:
-      coordinator: "host:port" of process 0. process_id: 0 to num_processes - 1. num_processes: how
-      many there are. All three None: what the cluster says (Cloud TPU, Slurm, Open MPI,
-      Kubernetes).
+      coordinator: "host:port" of process 0.
+      process_id: 0 to num_processes - 1.
+      num_processes: how many there are. All three None: what the cluster says (Cloud TPU, Slurm,
+        Open MPI, Kubernetes).
 
     Raises:
       ConfigError: arguments that do not fit together, or none where no cluster is found.
@@ -46,12 +47,10 @@ def initialize(
     """
     check_arguments(coordinator, process_id, num_processes)
     who = "this process" if process_id is None else f"process {process_id} of {num_processes}"
-    atexit.register(
-        _LastWords(who).finished
-    )  # before jax registers its own farewell, which then comes first and may end badly
-    with contextlib.suppress(
-        AttributeError
-    ):  # releases in which gloo is the only choice have no such option
+    # Registered before jax's own exit handler, which therefore runs first and may crash.
+    atexit.register(_LastWords(who).finished)
+    # Releases in which gloo is the only choice have no such option.
+    with contextlib.suppress(AttributeError):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -65,8 +64,7 @@ def initialize(
     except ValueError as error:
         raise ConfigError(
             f"no cluster that names its processes was found ({error}); give coordinator, process "
-            "id and number of "
-            "processes"
+            "id and number of processes"
         ) from error
     except RuntimeError as error:
         raise DsparkError(
@@ -76,10 +74,10 @@ def initialize(
 
 
 class _LastWords:
-    """Says, from a small process of its own, that this one was ended before it could say so itself.
+    """A small process of its own that reports when this one was ended before it could do so itself.
 
-    When the process that coordinates dies, or one never comes, jax's runtime aborts the others from
-    within, with a stack trace and no exception.
+    When the coordinating process dies, or one never comes, jax's runtime aborts the others from
+    within, with a stack trace and without an exception.
     """
 
     _PROGRAM = "import sys; sys.stdin.read() or print(sys.argv[1], file=sys.stderr)"
@@ -88,8 +86,8 @@ class _LastWords:
     def __init__(self, who: str):
         text = (
             f"{who} was ended before it could finish: it was killed, or another process of this "
-            "run ended, cannot be reached or "
-            "never came. See what that process said last, and start all of them again."
+            "run ended, cannot be reached or never came. See what that process said last, and "
+            "start all of them again."
         )
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", self._PROGRAM, text],
@@ -100,7 +98,7 @@ class _LastWords:
         _LastWords.current = self
 
     def finished(self) -> None:
-        """This process ends by itself; nothing is to be said. May be called again."""
+        """This process ends by itself, so there is nothing to report. May be called again."""
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(b"finished")
             self.process.stdin.close()
@@ -146,8 +144,8 @@ def require_same(**values: object) -> None:
 
 
 def keep_stdout() -> None:
-    """Gives standard output to Python alone: gloo prints its connections there, amid the text. They
-    go to standard error.
+    """Keeps standard output for Python alone: what gloo prints there about its connections goes to
+    standard error.
     """
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
@@ -155,8 +153,8 @@ def keep_stdout() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process without the usual farewell, which waits for processes that may be gone and
-    ends in a stack trace.
+    """Ends this process without the usual exit handlers, which wait for processes that may be gone
+    and end in a stack trace.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -167,7 +165,7 @@ def leave(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def losses_explained() -> Iterator[None]:
-    """A runtime error that says, in whatever words of its transport, that another process is gone
+    """A runtime error that says, in the words of whatever transport, that another process is gone
     becomes a DsparkError.
     """
     try:
@@ -177,8 +175,6 @@ def losses_explained() -> Iterator[None]:
             raise
         raise DsparkError(
             f"process {jax.process_index()} lost another one of the {jax.process_count()} "
-            "processes of this run: "
-            "it ended or cannot be reached. See what that process said last, and start all of "
-            "them again. "
-            f"({error})"
+            "processes of this run: it ended or cannot be reached. See what that process said "
+            f"last, and start all of them again. ({error})"
         ) from error

@@ -1,27 +1,29 @@
 """Where every array lives and how devices work together: the mesh, the table from logical axes to
 mesh axes, the collectives.
 
-A mesh has two axes. "data": streams are dealt out over it. "model": heads, output groups, index
-heads, routed experts and the main model's vocabulary are. Everything else is replicated. One device
-is the mesh (1, 1).
+A mesh has two axes. Over "data" the streams are divided; over "model" the heads, output groups,
+index heads, routed experts and the main model's vocabulary. Everything else is replicated. One
+device is the mesh (1, 1).
 
 Programs run under `on_mesh`: the code of the layers sees one device's part of every array, takes
 sizes from what it sees, and communicates only where it calls `sum_over_model` or
 `gather_over_model`. Called without `on_mesh`, it sees whole arrays and these return their argument;
 training and tests of single parts do so.
 
-Collectives of a step, all over "model" and no others (tests/test_sharding.py counts them in the
-compiled text):
+Collectives of a step, all over "model" and no others (tests/runtime/test_sharding.py counts them in
+the compiled text):
 * embedding lookup: each device has a range of the vocabulary and gives zeros for the other ids
   (all-reduce);
 * indexer scores: summed over index heads (all-reduce, one for each block of entries);
 * attention's output projection: summed over output groups (all-reduce);
 * routed experts, before the shared expert is added: summed over the experts' devices (all-reduce);
-* main logits: put together from ranges of the vocabulary (all-gather);
-* where a shard boundary cuts a quantisation block, which only tiny sizes have: the block's largest
-magnitude (all-reduce). Rows of the data axis never wait for each other within a round, and their
-loops may end at different counts. After a call of rounds they agree on the largest count; where
-they lie in several processes, what the host wants to know is gathered (`fetch`).
+* main logits: joined from ranges of the vocabulary (all-gather);
+* where a shard boundary cuts a quantisation block, as only tiny sizes do: the block's largest
+  magnitude (all-reduce).
+
+Rows of the data axis never wait for each other within a round, and their loops may end at different
+counts. After a call of rounds they agree on the largest count; where they lie in several processes,
+what the host needs to know is gathered (`fetch`).
 """
 
 from __future__ import annotations
@@ -68,10 +70,10 @@ def make_mesh(data: int = 1, model: int = 1, devices=None) -> Mesh:
     """
     devices = list(jax.devices() if devices is None else devices)
     if data < 1 or model < 1:
-        raise ConfigError(f"mesh: {data}x{model} is no mesh; both sizes must be at least 1")
+        raise ConfigError(f"mesh: {data}x{model} is not a mesh; both sizes must be at least 1")
     if data * model > len(devices):
         raise ConfigError(
-            f"mesh: {data}x{model} needs {data * model} devices, there are {len(devices)}"
+            f"mesh: {data}x{model} needs {data * model} devices; available: {len(devices)}"
         )
     return Mesh(
         np.array(devices[: data * model]).reshape(data, model),
@@ -100,7 +102,7 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
     """
     if not isinstance(mesh, Mesh) or mesh.axis_names != (DATA, MODEL):
         raise ConfigError(
-            f"mesh: {mesh!r} is no mesh with the axes {(DATA, MODEL)}; use "
+            f"mesh: {mesh!r} is not a mesh with the axes {(DATA, MODEL)}; use "
             "dspark_jax.make_mesh(data, model)"
         )
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -152,7 +154,9 @@ def check_processes(mesh: Mesh) -> None:
 
 
 def parameter_spec(declared) -> PartitionSpec:
-    """How the array of a parameters.Declaration is cut; the leading axis of stacked layers is not."""
+    """How the array of a parameters.Declaration is cut; the leading axis of stacked layers is
+    whole.
+    """
     axes = declared.held(declared.axes)
     axes = [RULES.get(axis) for axis in ((None, *axes) if declared.stacked else axes)]
     # One spelling for each way of cutting: jit takes P() and P(None) for different arguments.
@@ -162,7 +166,7 @@ def parameter_spec(declared) -> PartitionSpec:
 
 
 def parameter_specs(state: nnx.State):
-    """How the parameters of a module are cut; one without a declaration is whole everywhere."""
+    """How the parameters of a module are cut; one without a declaration is on every device."""
 
     def of(variable):
         declared = variable.get_metadata().get("declared")
@@ -172,8 +176,8 @@ def parameter_specs(state: nnx.State):
 
 
 def stream_axis(mesh: Mesh, streams: int) -> str | None:
-    """The mesh axis that `streams` streams are dealt out over. A single stream is computed by every
-    row of the mesh alike.
+    """The mesh axis that `streams` streams are divided over; None: a single stream is computed by
+    every row of the mesh alike.
 
     Raises ConfigError if they do not divide.
     """
@@ -221,7 +225,7 @@ def on_mesh(mesh: Mesh, function: Callable, in_specs, out_specs) -> Callable:
 
 
 def model_shards() -> int:
-    """Over how many devices the arrays at hand are cut; 1 outside `on_mesh`, where they are whole."""
+    """Over how many devices arrays are cut; 1 outside `on_mesh`, where they are whole."""
     try:
         return jax.lax.axis_size(MODEL)
     except NameError:
@@ -229,7 +233,7 @@ def model_shards() -> int:
 
 
 def model_index() -> jax.Array | int:
-    """Which part this device holds."""
+    """Which of these parts this device holds."""
     return jax.lax.axis_index(MODEL) if model_shards() > 1 else 0
 
 
@@ -238,14 +242,14 @@ def sum_over_model(x: jax.Array) -> jax.Array:
 
 
 def max_over_data(x: jax.Array) -> jax.Array:
-    """The largest of the rows of the data axis: where their loops of rounds end at different
+    """The largest x of the rows of the data axis, whose loops of rounds may end at different
     counts.
     """
     return jax.lax.pmax(x, DATA) if jax.lax.axis_size(DATA) > 1 else x
 
 
 def gather_over_model(x: jax.Array) -> jax.Array:
-    """The parts of the last axis, put together."""
+    """The parts of the last axis, joined."""
     return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True) if model_shards() > 1 else x
 
 

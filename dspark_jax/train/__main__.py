@@ -1,12 +1,12 @@
 """`python -m dspark_jax.train STAGE`: trains the embedded checkpoint from text to official files.
 
-    data      fetches and generates the text, trains the tokenizer            -> --cache
-    main      trains the main model                                           -> --run/main.safetensors
-    drafter   trains the draft module on the frozen main model                -> --run/drafter.safetensors
-    export    writes the official layout, measures it, writes its README      -> --out
-    all       the four, one after the other
+    data     fetches and generates the text, trains the tokenizer     -> --cache
+    main     trains the main model                                    -> --run/main.safetensors
+    drafter  trains the draft module on the frozen main model         -> --run/drafter.safetensors
+    export   writes the official layout and a README with figures     -> --out
+    all      the four, one after the other
 
-Every stage resumes where it was stopped and gives the same numbers then.
+Every stage resumes where it stopped and then gives the same numbers.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from dspark_jax.train import fetch_text, synthetic
 from dspark_jax.train import tokenizer as tokenizers
 
-# share of the windows, by kind; and what the kinds are reported as
+# The share of each kind among the windows.
 MIXTURE = {
     "prose": 0.29,
     "code": 0.19,
@@ -27,7 +27,8 @@ MIXTURE = {
     "count": 0.11,
     "cycle": 0.20,
 }
-# and in the last third of the main model's steps, and for the drafter: more of what has to be exact
+# The same in the last third of the main model's steps, and for the drafter: more of what has to be
+# exact.
 LATE_MIXTURE = {
     "prose": 0.22,
     "code": 0.12,
@@ -36,6 +37,7 @@ LATE_MIXTURE = {
     "count": 0.13,
     "cycle": 0.30,
 }
+# What the kinds are reported as.
 REPORTED = {
     "prose": ("prose",),
     "code": ("code", "functions"),
@@ -77,8 +79,7 @@ class Corpus:
         """-> int32 [rows, length + 1] and int32 [rows]: the training windows of `step` and their
         kinds, by place in MIXTURE.
 
-        late: of LATE_MIXTURE. The same whenever it is asked for. Kinds are stratified within the
-          batch.
+        late: of LATE_MIXTURE. A step always has the same batch. Kinds are stratified within it.
         """
         rng = np.random.default_rng([self.seed, step])
         edges = np.cumsum(list((LATE_MIXTURE if late else MIXTURE).values()))

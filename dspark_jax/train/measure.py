@@ -66,17 +66,17 @@ def counting(model: dspark.Model, tokens: int = 48) -> tuple[int, int]:
     """How many numbers that follow the runs of COUNTS are right, each run up to its first wrong
     one; and of how many.
     """
-    right = wanted = 0
+    right = total = 0
     for first, last in COUNTS:
         prompt = " ".join(map(str, range(first, last + 1)))
         text = dspark.generate(model, prompt, max_new_tokens=tokens, stop_token_ids=[]).texts[0]
         numbers = re.findall(r"\S+", text)[:-1]  # the last may be cut
-        wanted += len(numbers)
+        total += len(numbers)
         for expected, number in enumerate(numbers, last + 1):
             if number != str(expected):
                 break
             right += 1
-    return right, wanted
+    return right, total
 
 
 def report(path: Path) -> dict:

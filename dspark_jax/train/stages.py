@@ -103,10 +103,8 @@ def _fit(
     smoothed over steps.
     """
     params = loop.load_params(options.init, params) if options.init else params
-    path, log = (
-        options.run / f"{task.name}.safetensors",
-        loop.Log(options.run / f"{task.name}.jsonl"),
-    )
+    path = options.run / f"{task.name}.safetensors"
+    log = loop.Log(options.run / f"{task.name}.jsonl")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -10,10 +10,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-EOS, NOISE = (
-    "<|end|>",
-    "<|noise|>",
-)  # ids 0 and 1: the end of a document; the unknown places of a draft block
+# Ids 0 and 1: the end of a document; the unknown places of a draft block.
+EOS, NOISE = "<|end|>", "<|noise|>"
 PIECES = r"\p{N}|\n+ *| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+?(?=\s?\S|$)|\s+"
 
 

@@ -368,7 +368,7 @@ def refuses() -> None:
 
     from helpers.support import GOLDENS
 
-    with pytest.raises(dspark.ConfigError, match="4x4 needs 16 devices, there are 4"):
+    with pytest.raises(dspark.ConfigError, match="4x4 needs 16 devices; available: 4"):
         dspark.make_mesh(4, 4)
     with pytest.raises(dspark.ConfigError, match="at least 1"):
         dspark.make_mesh(0, 4)

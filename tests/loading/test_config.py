@@ -196,7 +196,7 @@ def test_keys_without_effect_are_accepted():
         (
             "compress_ratios",
             [0, 0, 4, 8, 4, 8, 4, 0, 4, 0],
-            r"compress_ratios\[8\] = 4: entries behind the 7 main layers",
+            r"compress_ratios\[8\] = 4: entries after the 7 main layers",
         ),
         ("dspark_target_layer_ids", [4, 5, 5], "dspark_target_layer_ids = .4, 5, 5.: duplicate"),
         (

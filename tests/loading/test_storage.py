@@ -21,6 +21,7 @@ from dspark_jax.commands.inspect_checkpoint import print_summary
 from dspark_jax.loading import expert_storage, host_memory
 from dspark_jax.loading import summary as summaries
 from dspark_jax.loading.conversion import convert_checkpoint
+from dspark_jax.loading.load import choose_expert_storage
 from dspark_jax.loading.summary import inspect_checkpoint
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.runtime import sharding
@@ -121,7 +122,7 @@ def available(monkeypatch):
 
 
 def chosen(dtype="float32"):
-    return expert_storage(CONFIG, Numerics(dtype))
+    return choose_expert_storage(CONFIG, Numerics(dtype))
 
 
 def test_dequantised_where_it_fits(available):
@@ -173,6 +174,7 @@ TWO_PROCESSES = """
 import sys, jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
+from dspark_jax.loading import expert_storage
 from dspark_jax.runtime import processes, sharding
 coordinator, rank = sys.argv[1], int(sys.argv[2])
 processes.initialize(coordinator, rank, 2)
@@ -224,7 +226,8 @@ def packed():
 
 
 def test_the_sizes_are_those_of_the_arrays(golden_reference, packed):
-    said = expert_storage(CONFIG, packed.numerics, packed.limits.max_seq_len, packed.limits.rows)
+    limits = packed.limits
+    said = choose_expert_storage(CONFIG, packed.numerics, limits.max_seq_len, limits.rows)
     cache = sum(leaf.nbytes for leaf in jax.tree.leaves(dspark.new_cache(packed)))
     for model, needed in ((golden_reference, said.dequantised_bytes), (packed, said.packed_bytes)):
         sizes = [array.nbytes for array in arrays(model)]

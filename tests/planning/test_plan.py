@@ -166,7 +166,7 @@ def test_no_stream_fits_beside_parameters_that_do_not():
 @pytest.mark.parametrize(
     "mesh, context, streams, message",
     (
-        ((1, 3), 65536, 1, "mesh 1x3 takes 3 devices, but there are 4 .v5p:2x2x1."),
+        ((1, 3), 65536, 1, "mesh 1x3 is of 3 devices, not of 4 .v5p:2x2x1."),
         ((1, 4), 0, 1, "context 0 is not between"),
         ((1, 4), -5, 1, "context -5 is not between"),
         ((1, 4), 65536, 0, "streams 0: at least 1 is needed"),
@@ -262,16 +262,16 @@ def test_topologies_that_exist(topology, devices):
         ("--mesh=", "mesh: '' is not DATAxMODEL"),
         (
             "--mesh 0x4",
-            "mesh 0x4 takes 0 devices, but there are 4 (v5p:2x2x1); its sizes must multiply to "
+            "mesh 0x4 is of 0 devices, not of 4 (v5p:2x2x1); its sizes must multiply to "
             "4, such as 1x4",
         ),
         (
             "--devices 1 --memory 141GB --mesh 1x2",
-            "mesh 1x2 takes 2 devices, but there are 1 (1 device)",
+            "mesh 1x2 is of 2 devices, not of 1 (1 device)",
         ),
         (
             "--devices 4 --memory 141GB --mesh 1x2",
-            "mesh 1x2 takes 2 devices, but there are 4 (4 devices)",
+            "mesh 1x2 is of 2 devices, not of 4 (4 devices)",
         ),
         ("--accepted nan", "between 0 and 5"),
         ("--accepted -3", "between 0 and 5"),

@@ -142,7 +142,9 @@ class MoE(nnx.Module):
         regime: str,
         layer=None,
     ) -> jax.Array:
-        """What the experts at hand add, [B, T, D] float32: all of them, or on a mesh this device's."""
+        """What the experts held here add, [B, T, D] float32: all of them, or on a mesh this
+        device's.
+        """
         tables, offset = self.experts.arrays(), 0
         count = tables.w13.shape[-3]
         if layer is not None:

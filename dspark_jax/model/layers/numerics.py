@@ -71,8 +71,8 @@ def dot(x: jax.Array, weight: nnx.Variable) -> jax.Array:
 
 
 def dot_parts(parts: list[jax.Array], weight: nnx.Variable) -> jax.Array:
-    """`dot` of the parts put together along their last axis; for whole sequences they are not,
-    which would take a copy.
+    """`dot` of the parts, concatenated along their last axis; for whole sequences the products are
+    summed instead, which saves a copy.
     """
     if isinstance(weight, ColumnsFirst):
         return dot(jnp.concatenate(parts, axis=-1), weight)
