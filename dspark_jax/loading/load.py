@@ -16,6 +16,7 @@ from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading import expert_storage
+from dspark_jax.loading.description import describe
 from dspark_jax.loading.expert_storage import ExpertStorage
 from dspark_jax.loading.sources import ConvertedSource, LeafRecorder, OfficialSource
 from dspark_jax.model.dspark import (
@@ -34,7 +35,7 @@ from dspark_jax.runtime.settings import own_settings
 from dspark_jax.runtime.sharding import check_mesh
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A loaded model. `module` is the Flax NNX module (`.main`, `.drafter`); the rest says how it
     is run.
@@ -51,6 +52,9 @@ class Model:
     limits: Limits
     numerics: Numerics
     expert_storage: str
+
+    def __repr__(self) -> str:
+        return describe(self)
 
     @property
     def mesh(self) -> Mesh:
@@ -178,6 +182,9 @@ def read_tokenizer(path: Path, config: ModelConfig):
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises a bare Exception
         raise CheckpointError(f"{file}: not a readable tokenizer.json ({error})") from error
+    # Left there by training, they would cut or fill up a prompt without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     if tokenizer.get_vocab_size() > config.vocab_size:
         raise CheckpointError(
             f"{file}: {tokenizer.get_vocab_size()} entries, but the config's vocab_size is "

@@ -8,7 +8,6 @@ they belong to.
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,29 +24,9 @@ from dspark_jax.loading.load import (
     expected_tensors,
     record_leaves,
 )
+from dspark_jax.loading.parts import ORDER, part_of
 from dspark_jax.model.layers.numerics import Numerics
 
-# The first pattern that begins the name, after the prefix of its layer or stage, decides.
-PARTS = (
-    ("embed.", "embedding"),
-    ("head.", "head"),
-    ("norm.", "head"),
-    ("hc_head_", "head"),
-    ("main_", "main projection"),
-    ("markov_head.", "Markov head"),
-    ("confidence_head.", "confidence head"),
-    ("hc_", "hyper-connections"),
-    ("attn_norm.", "norms"),
-    ("ffn_norm.", "norms"),
-    ("attn.indexer.", "indexer"),
-    ("attn.compressor.", "compressor"),
-    ("attn.", "attention"),
-    ("ffn.experts.", "routed experts"),
-    ("ffn.shared_experts.", "shared expert"),
-    ("ffn.gate.", "gate"),
-)
-_PATTERNS = re.compile("|".join(f"({re.escape(pattern)})" for pattern, _ in PARTS))
-OTHER = "other"
 PRECISIONS = {
     "BF16": "bf16",
     "F32": "f32",
@@ -256,27 +235,9 @@ def _key(name: str, dtype: str) -> tuple[str, str, str]:
     """(module, part, precision) of a stored tensor."""
     pieces = name.split(".")
     drafter = pieces[0] == "mtp"
-    rest = ".".join(pieces[2:]) if pieces[0] in ("layers", "mtp") else name
-    found = _PATTERNS.match(rest)
-    part = PARTS[found.lastindex - 1][1] if found else OTHER
+    part = part_of(".".join(pieces[2:]) if pieces[0] in ("layers", "mtp") else name)
     return "drafter" if drafter else "main", part, PRECISIONS.get(dtype, dtype.lower())
 
 
 def _rank(key: tuple[str, str, str]) -> tuple:
-    order = (
-        "embedding",
-        "main projection",
-        "hyper-connections",
-        "norms",
-        "attention",
-        "compressor",
-        "indexer",
-        "gate",
-        "routed experts",
-        "shared expert",
-        "head",
-        "Markov head",
-        "confidence head",
-        OTHER,
-    )
-    return key[0] == "drafter", order.index(key[1]), key[2]
+    return key[0] == "drafter", ORDER.index(key[1]), key[2]

@@ -117,7 +117,13 @@ class ColumnsFirst(nnx.Param):
     """
 
     def get_value(self, **options):
-        return jnp.swapaxes(super().get_value(**options), -1, -2)
+        value = super().get_value(**options)
+        if isinstance(value, (jax.Array, np.ndarray)):
+            return jnp.swapaxes(value, -1, -2)
+        shape = getattr(value, "shape", ())  # what flax shows in place of the array
+        if dataclasses.is_dataclass(value) and len(shape) > 1:
+            return dataclasses.replace(value, shape=(*shape[:-2], shape[-1], shape[-2]))
+        return value
 
     def set_value(self, value, **options):
         super().set_value(jnp.swapaxes(value, -1, -2), **options)

@@ -11,7 +11,7 @@ from dspark_jax.checkpoints.official import SINGLE
 from dspark_jax.commands import inspect_checkpoint as inspect_command
 from dspark_jax.config import ModelConfig, v4_flash_0731
 from dspark_jax.errors import CheckpointError
-from dspark_jax.loading import summary as summaries
+from dspark_jax.loading import parts
 from dspark_jax.loading.summary import inspect_checkpoint
 from dspark_jax.runtime import backend
 
@@ -54,7 +54,7 @@ def test_counts_of_the_golden_checkpoint():
     )
     assert found["drafter", "Markov head", "bf16"].parameters == 2 * 256 * 32
     assert found["main", "gate", "i64"].parameters == 3 * 256 * 2
-    assert not any(part.part == summaries.OTHER for part in summary.parts)
+    assert not any(part.part == parts.OTHER for part in summary.parts)
 
 
 def test_every_storage_is_its_precision():
