@@ -10,6 +10,8 @@ import numpy as np
 from dspark_jax.pallas_kernels import ColumnExperts, Experts, fp4, moe_fp4
 from dspark_jax.runtime.backend import compiler_options
 
+from helpers.quick import quick_options
+
 LIMIT = 3.0  # low enough that both clamps act on these inputs
 
 
@@ -57,13 +59,12 @@ def program(name: str, regime: str, activation_quant: bool, first_expert: int):
         regime=regime,
         backend=backend,
     )
-    compiler = compiler_options() or {}
-    if backend.endswith("interpret"):
-        compiler = {
-            **compiler,
-            "xla_backend_optimization_level": 0,
-        }  # nobody runs these for speed, and they compile in half the time
-    return jax.jit(functools.partial(moe_fp4, **options), compiler_options=compiler)
+    return jax.jit(functools.partial(moe_fp4, **options), compiler_options=compiler(name))
+
+
+def compiler(name: str) -> dict | None:
+    """Compiler options of a backend; nobody runs an interpreted kernel for speed."""
+    return quick_options() if BACKENDS[name][0].endswith("interpret") else compiler_options()
 
 
 def run(name: str, call: Call, *, regime="decode", activation_quant=False) -> np.ndarray:

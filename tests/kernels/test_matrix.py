@@ -24,18 +24,34 @@ def lines(case, activation_quant):
     return tuple(oracle.line(*call[:5], round_bf16=rounds, **options) for rounds in (True, False))
 
 
-@pytest.mark.parametrize(
-    "case, activation_quant",
-    [
-        *((case, False) for case in CALLS),
+WAYS = [
+    (n, r) for n in BACKENDS for r in ("decode", "prefill") if (n, r) != ("reference", "prefill")
+]
+INPUTS = [
+    *((case, False) for case in CALLS),
+    ("tile edges", True),
+    ("foreign experts", True),
+    ("real width", True),
+]
+
+
+def in_make_test(name, regime, case, activation_quant) -> bool:
+    """Every backend at tile edges and with experts of others; `make heavy` runs the rest."""
+    return (case, activation_quant) in (
         ("tile edges", True),
-        ("foreign experts", True),
-        ("real width", True),
-    ],
-)
+        ("foreign experts", False),
+        *([("prefill tile edges", False)] if regime == "prefill" else []),
+        *([("real width", True)] if regime == "decode" and name in ("tpu", "gpu") else []),
+    )
+
+
 @pytest.mark.parametrize(
-    "name, regime",
-    [(n, r) for n in BACKENDS for r in ("decode", "prefill") if (n, r) != ("reference", "prefill")],
+    "name, regime, case, activation_quant",
+    [
+        pytest.param(*way, *given, marks=() if in_make_test(*way, *given) else pytest.mark.heavy)
+        for given in INPUTS
+        for way in WAYS
+    ],
 )
 def test_against_float64(name, regime, case, activation_quant):
     call = CALLS[case]

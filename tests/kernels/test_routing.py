@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BACKENDS, LIMIT, dequantised, make_call, routes, run
+from cases import BACKENDS, LIMIT, compiler, dequantised, make_call, routes, run
 
 from dspark_jax.pallas_kernels import Experts, moe_fp4, routing
-from dspark_jax.runtime.backend import compiler_options
+
+from helpers.quick import quick_options
 
 
 def plain_schedule(ids, mask, first_expert, experts, tile):
@@ -39,7 +40,10 @@ def test_schedule(monkeypatch, largest_comparison, rows, active, experts, held, 
     mask = np.random.default_rng(1).random(rows) < 0.8
     plan = jax.tree.map(
         np.asarray,
-        jax.jit(lambda i, m: routing.schedule(i, m, routing.Held(first, held, 2), tile))(ids, mask),
+        jax.jit(
+            lambda i, m: routing.schedule(i, m, routing.Held(first, held, 2), tile),
+            compiler_options=quick_options(),
+        )(ids, mask),
     )
     expected = plain_schedule(ids, mask, first, held, tile)
     assert (
@@ -84,7 +88,8 @@ def test_gradients_equal_those_of_the_reference():
             )
             return jnp.sum(jnp.sin(y))
 
-        return jax.jit(jax.grad(value, argnums=(0, 1, 2, 3)))
+        gradients = jax.grad(value, argnums=(0, 1, 2, 3))
+        return jax.jit(gradients, compiler_options=quick_options())
 
     clean = np.where(
         call.mask[:, None], call.weights, 0
@@ -100,7 +105,10 @@ def test_gradients_equal_those_of_the_reference():
     )
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+# Dequantised experts that are not held columns first are wide ones.
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.heavy if n == "xla" else ()) for n in BACKENDS]
+)
 def test_a_table_may_hold_more(name):
     """The experts of one layer among those of a stack: the same bits as alone, at any place."""
     call = make_call(6, routes(6, 9, 2, 6), held=4, width=64, inner=32, first_expert=1, padded=(2,))
@@ -120,7 +128,7 @@ def test_a_table_may_hold_more(name):
             offset=offset,
             backend=BACKENDS[name][0],
         ),
-        compiler_options=compiler_options(),
+        compiler_options=compiler(name),
     )
     assert np.array_equal(np.asarray(function(4, *call[:4], experts=experts)), alone)
     assert not np.array_equal(np.asarray(function(0, *call[:4], experts=experts)), alone)

@@ -1,0 +1,37 @@
+"""Programs compiled without LLVM's optimisations, which takes half the time.
+
+For tests of logic, and of tolerances that this changes nothing about. Tests of bits run what users
+run.
+"""
+
+import contextlib
+import functools
+import unittest.mock
+
+from dspark_jax.decode import engine, steps
+from dspark_jax.runtime import backend
+
+CACHES = (
+    (engine, "_programs"),
+    (engine, "_jitted_prefill"),
+    (steps, "_compiled"),
+)
+
+
+def quick_options() -> dict:
+    """Options for `jax.jit`: this backend's own, and no optimisation."""
+    return {**(backend.compiler_options() or {}), "xla_backend_optimization_level": 0}
+
+
+@contextlib.contextmanager
+def compiled_quickly():
+    """Within it, all programs of the library are; none of them is used outside, nor one from
+    outside within.
+    """
+    options = quick_options()
+    with contextlib.ExitStack() as stack:
+        replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
+        replace(backend, "compiler_options", lambda: options)
+        for module, name in CACHES:
+            replace(module, name, functools.cache(getattr(module, name).__wrapped__))
+        yield
