@@ -72,11 +72,12 @@ def test_confidence_tells_accepted_drafts_from_rejected_ones(repetition):
     assert np.mean(scores[accepted][:, None] > scores[~accepted]) > 0.7
 
 
+@pytest.mark.parametrize("mode", ["plain", pytest.param("sequential", marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("kind", PROMPTS)
-def test_all_modes_give_the_same_tokens_in_fewer_rounds(tiny, kind):
-    outs = {
-        mode: dspark.generate(tiny, PROMPTS[kind], 48, mode, stop_token_ids=[])
-        for mode in ("plain", "sequential", "block")
-    }
-    assert outs["plain"].tokens == outs["sequential"].tokens == outs["block"].tokens
-    assert outs["block"].stats["rounds"] <= 47 / 2
+def test_all_modes_give_the_same_tokens_in_fewer_rounds(tiny, kind, mode):
+    """A plain decode of this model carries two rows a step, and a block six."""
+    assert tiny.limits.decode_rows == 2
+    out, block = (
+        dspark.generate(tiny, PROMPTS[kind], 48, way, stop_token_ids=[]) for way in (mode, "block")
+    )
+    assert out.tokens == block.tokens and block.stats["rounds"] <= 47 / 2

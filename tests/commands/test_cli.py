@@ -19,6 +19,7 @@ from dspark_jax.commands.main import main
 from dspark_jax.decode import engine, run, steps
 from dspark_jax.decode.replay import replay
 
+from helpers.quick import compiled_quickly
 from helpers.round_parts import BLOCK, byte_tokenizer, with_nan_drafter, with_nan_tokens
 from helpers.small_model import write_small_checkpoint
 from helpers.support import GOLDENS, MAX_SEQ_LEN
@@ -46,6 +47,12 @@ def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoint")
     write_small_checkpoint(path, byte_tokenizer())
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with compiled_quickly():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from helpers.mesh_parts import collectives, rows_of_the_mesh
 from helpers.processes import finish, start
 
 CHECKS = {
+    "2x2, float": ("streams", "float", "2x2"),
     "1x4, float": ("streams", "float", "1x4"),
     "2x2, reference": ("streams", "reference", "2x2"),
     "4x1, float": ("streams", "float", "4x1"),
@@ -27,10 +28,14 @@ def test_embedded_checkpoint_on_four_devices():
     finish(start("mesh_parts.py", 4, "embedded", "1x4"))
 
 
+# A mesh of 2x2 cuts both the streams and the model.
+IN_MAKE_TEST = ("2x2, float", "refusals", "cut blocks")
+
+
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(check, marks=pytest.mark.heavy if check == "2x2, reference" else ())
+        pytest.param(check, marks=() if check in IN_MAKE_TEST else pytest.mark.heavy)
         for check in CHECKS
     ],
 )
