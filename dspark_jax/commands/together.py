@@ -63,8 +63,10 @@ def command_mesh(text: str | None):
     """
     import jax
 
+    from dspark_jax.runtime.backend import require_device
     from dspark_jax.runtime.sharding import check_processes, make_mesh, parse_mesh
 
+    require_device()
     if text is None and jax.process_count() == 1:
         return None
     mesh = make_mesh(*((1, jax.device_count()) if text is None else parse_mesh(text)))

@@ -30,7 +30,7 @@ from dspark_jax.model.dspark import (
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.parameters import ShapeSource, Source
 from dspark_jax.runtime import compilation_cache
-from dspark_jax.runtime.backend import on_cpu
+from dspark_jax.runtime.backend import on_cpu, require_device
 from dspark_jax.runtime.settings import own_settings
 from dspark_jax.runtime.sharding import check_mesh
 
@@ -108,6 +108,7 @@ def load(
       ConfigError: a config.json or an argument that is not understood.
     """
     compilation_cache.enable()
+    require_device()
     path = embedded_checkpoint() if path is None else Path(path)
     checkpoint = (
         ConvertedCheckpoint.open(path) if is_converted(path) else OfficialCheckpoint.open(path)

@@ -16,7 +16,7 @@ from typing import Any
 from dspark_jax.checkpoints.official import OfficialCheckpoint, collection_paused
 from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
 from dspark_jax.config import ModelConfig
-from dspark_jax.errors import DsparkError
+from dspark_jax.errors import ConfigError, DsparkError
 from dspark_jax.loading.expert_storage import ExpertStorage
 from dspark_jax.loading.load import (
     choose_expert_storage,
@@ -26,6 +26,7 @@ from dspark_jax.loading.load import (
 )
 from dspark_jax.loading.parts import ORDER, part_of
 from dspark_jax.model.layers.numerics import Numerics
+from dspark_jax.runtime.backend import require_device
 
 PRECISIONS = {
     "BF16": "bf16",
@@ -206,9 +207,12 @@ def _storage(config: ModelConfig | None) -> ExpertStorage | None:
     if config is None:
         return None
     try:
-        return choose_expert_storage(config, Numerics(dtype_name(None)))
-    except RuntimeError:
-        return None  # another process has the accelerator; the headers can be read all the same
+        require_device()
+    except ConfigError:
+        return (
+            None  # another process has the accelerator, say; the headers can be read all the same
+        )
+    return choose_expert_storage(config, Numerics(dtype_name(None)))
 
 
 def _config(

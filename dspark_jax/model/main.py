@@ -22,7 +22,6 @@ from dspark_jax.model.layers.numerics import Numerics, dot
 from dspark_jax.model.parameters import ColumnsFirst, Maker, Source
 from dspark_jax.model.segments import SegmentPlan, scan_layers, segments
 from dspark_jax.runtime.sharding import (
-    MODEL,
     gather_over_model,
     model_index,
     model_shards,
@@ -49,9 +48,7 @@ class MainModel(nnx.Module):
         self.head = make("head.weight", table, "bf16", ("vocab", None), product=True)
         # Where the head is cut, every device has the whole of it once more for the drafter, whose
         # inner loop must not communicate.
-        self.whole_head = (
-            _whole(self.head, numerics.mesh) if numerics.mesh.shape[MODEL] > 1 else None
-        )
+        self.whole_head = _whole(self.head, numerics.mesh) if numerics.cut else None
 
     def streams(self, ids: jax.Array):
         """ids [B, T] -> the M equal residual streams they start as."""

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.errors import ConfigError
 from dspark_jax.pallas_kernels.products import LONGEST_SUM
 from dspark_jax.runtime.interrupts import deferred_interrupts
 
@@ -49,6 +50,19 @@ def compiling_for(platform: str):
         yield
     finally:
         _target.reset(token)
+
+
+def require_device() -> None:
+    """Raises ConfigError where jax has no device of the platforms that it was told to use."""
+    try:
+        jax.local_devices()
+    except (AssertionError, RuntimeError) as error:  # the former says nothing
+        platforms = jax.config.jax_platforms or "the default"
+        reason = str(error) or "no such device was found"
+        raise ConfigError(
+            f"jax has no device of the platform asked for (JAX_PLATFORMS: {platforms}): {reason}; "
+            "install jax for that platform, or set JAX_PLATFORMS=cpu"
+        ) from error
 
 
 def on_cpu() -> bool:

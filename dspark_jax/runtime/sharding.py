@@ -38,6 +38,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import ConfigError
+from dspark_jax.runtime.backend import require_device
 
 DATA, MODEL = "data", "model"
 
@@ -68,6 +69,8 @@ def make_mesh(data: int = 1, model: int = 1, devices=None) -> Mesh:
     `jax.shard_map` over both axes, so there is nothing for shardings in types to decide, and small
     things on the host's side (commit, joining logits) need no annotations.
     """
+    if devices is None:
+        require_device()
     devices = list(jax.devices() if devices is None else devices)
     if data < 1 or model < 1:
         raise ConfigError(f"mesh: {data}x{model} is not a mesh; both sizes must be at least 1")

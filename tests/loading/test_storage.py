@@ -302,10 +302,10 @@ def test_inspect_says_it(available, capsys):
 
 
 def test_inspect_says_nothing_without_a_device(monkeypatch, capsys):
-    def busy(*_):
-        raise RuntimeError("Unable to initialize backend")
+    def busy():
+        raise dspark.ConfigError("jax has no device")
 
-    monkeypatch.setattr(summaries, "choose_expert_storage", busy)
+    monkeypatch.setattr(summaries, "require_device", busy)
     summary = inspect_checkpoint(GOLDENS)
     assert summary.expert_storage is None and summary.to_dict()["expert_storage"] is None
     print_summary(summary)

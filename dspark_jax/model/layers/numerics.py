@@ -35,6 +35,11 @@ class Numerics:
     def mesh(self) -> Mesh:
         return self.requested_mesh or sharding.single_device()
 
+    @property
+    def cut(self) -> bool:
+        """Whether arrays are cut over several devices. Asks for no device: shapes need none."""
+        return self.requested_mesh is not None and self.mesh.shape[sharding.MODEL] > 1
+
     def quantise(self, x: jax.Array, block: int) -> jax.Array:
         return act_quant(x, block) if self.activation_quant else x
 
