@@ -1,5 +1,5 @@
-"""The exceptions of files: what `dspark_jax.errors` hands on. This package imports nothing of the
-library around it.
+"""The exceptions of this package, which `dspark_jax.errors` re-exports: the package imports nothing
+of the library around it.
 """
 
 

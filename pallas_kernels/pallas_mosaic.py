@@ -162,10 +162,8 @@ def moe_fp4_tpu(
     weight = routing.to_tiles(weights.reshape(-1, 1).astype(jnp.float32), plan)
     call = functools.partial(_call, block_n=block_n, interpret=interpret)
 
-    packed, scales = (
-        functools.partial(_expert_block, block_n, width // 2),
-        functools.partial(_expert_block, block_n, width // fp4.BLOCK),
-    )
+    packed = functools.partial(_expert_block, block_n, width // 2)
+    scales = functools.partial(_expert_block, block_n, width // fp4.BLOCK)
     whole = lambda k: pl.BlockSpec((k // fp4.BLOCK, k // 2), lambda n, i, experts, count: (0, 0))
     up = inner // block_n
     hidden = call(

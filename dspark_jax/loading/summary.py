@@ -28,6 +28,7 @@ from dspark_jax.loading.parts import ORDER, part_of
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.runtime.backend import require_device
 
+# By dtype, as safetensors spell it; then as conversions do.
 PRECISIONS = {
     "BF16": "bf16",
     "F32": "f32",
@@ -39,7 +40,7 @@ PRECISIONS = {
     "float32": "f32",
     "int32": "i32",
     "uint8": "fp4",
-}  # a conversion's
+}
 
 
 @dataclasses.dataclass(frozen=True)

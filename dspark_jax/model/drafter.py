@@ -32,11 +32,11 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """The three methods of a drafter, which is an nnx.Module.
+    """The three methods of a drafter: an nnx.Module, made by cls(config, numerics, source).
 
     Its memory is a pytree of its own, `Cache.drafter`. Axis 1 of every leaf is the streams (axis 0
     stages or layers, say): a mesh cuts it there. What is remembered of a position is addressed by
-    that position, as everywhere in the cache (cache.py), so that nothing has to be undone where
+    that position, as in the rest of the cache (cache.py), so that nothing has to be undone where
     drafts are rejected.
 
     Nothing that a drafter says changes the output, only how fast it comes.

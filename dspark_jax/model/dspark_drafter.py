@@ -41,10 +41,8 @@ class DSparkDrafter(nnx.Module):
         self.config, self.numerics = config, numerics
         d, v, last = config.hidden_size, config.vocab_size, config.n_draft_stages - 1
         stages = Maker(source, tuple(f"mtp.{s}." for s in range(config.n_draft_stages)))
-        first, final = (
-            Maker(source, ("mtp.0.",), stacked=False),
-            Maker(source, (f"mtp.{last}.",), stacked=False),
-        )
+        first = Maker(source, ("mtp.0.",), stacked=False)
+        final = Maker(source, (f"mtp.{last}.",), stacked=False)
         self.stages = nnx.List([Block(config, numerics, LayerKind(ratio=0, hashed=False), stages)])
         self.main_proj = first("main_proj", (d, config.n_hidden_taps * d), "fp8", product=True)
         self.main_norm = RMSNorm("main_norm", d, config.rms_norm_eps, numerics.dtype, first)

@@ -185,12 +185,7 @@ def draft_forward(
     rows = jnp.arange(batch)[:, None, None]
     rings = keys[:, rows, jnp.maximum(back, 0)].reshape(keys.shape[0], batch * queries, window, -1)
     # A ring of `window` slots holds position p in slot p % window.
-    order = (
-        anchors.reshape(-1)[:, None]
-        - window
-        + (jnp.arange(window) - anchors.reshape(-1)[:, None]) % window
-    )
-    place = order - (anchors.reshape(-1)[:, None] - window)
+    place = (jnp.arange(window) - anchors.reshape(-1)[:, None]) % window
     rings = jnp.take_along_axis(rings, place[None, :, :, None], axis=2)
     anchor_tokens = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1)
     y, _ = drafter.run_stages(main, rings, anchors.reshape(-1), anchor_tokens, "prefill")

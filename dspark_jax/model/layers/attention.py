@@ -77,12 +77,8 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, make):
-        d, h, c, rank = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.head_dim,
-            config.q_lora_rank,
-        )
+        d, rank = config.hidden_size, config.q_lora_rank
+        h, c = config.num_attention_heads, config.head_dim
         groups, group_rank = config.o_groups, config.o_lora_rank
         self.numerics, self.eps = numerics, config.rms_norm_eps
         self.width, self.group_rank = c, group_rank

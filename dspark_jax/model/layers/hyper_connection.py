@@ -75,11 +75,8 @@ class HyperConnection(nnx.Module):
         pre = jax.nn.sigmoid(projected[:m] * scale[0] + base[:m]) + self.hc_eps
         post = 2.0 * jax.nn.sigmoid(projected[m : 2 * m] * scale[1] + base[m : 2 * m])
         scores = projected[2 * m :] * scale[2] + base[2 * m :]
-        return (
-            pre,
-            post,
-            sinkhorn(scores.reshape(m, m, *scores.shape[1:]), self.iterations, self.hc_eps),
-        )
+        scores = scores.reshape(m, m, *scores.shape[1:])
+        return pre, post, sinkhorn(scores, self.iterations, self.hc_eps)
 
     def collapse(self, streams: Streams):
         """The sub-layer's input [B, T, D], and the weights that `expand` needs afterwards."""

@@ -86,12 +86,8 @@ class MoE(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, hashed: bool, make):
-        e, d, v, a = (
-            config.n_routed_experts,
-            config.hidden_size,
-            config.vocab_size,
-            config.num_experts_per_tok,
-        )
+        e, a = config.n_routed_experts, config.num_experts_per_tok
+        d, v = config.hidden_size, config.vocab_size
         self.numerics, self.active, self.hashed = numerics, a, hashed
         self.scaling, self.limit = config.routed_scaling_factor, config.swiglu_limit
         self.gate = make("ffn.gate.weight", (e, d), "bf16", product=True)

@@ -33,11 +33,8 @@ def inverse_frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
     scaling = config.rope_scaling
 
     def correction(rotations):
-        return (
-            width
-            * math.log(scaling.original_max_position_embeddings / (2 * math.pi * rotations))
-            / (2 * math.log(base))
-        )
+        turns = scaling.original_max_position_embeddings / (2 * math.pi * rotations)
+        return width * math.log(turns) / (2 * math.log(base))
 
     low = max(math.floor(correction(scaling.beta_fast)), 0)
     high = min(math.ceil(correction(scaling.beta_slow)), width - 1)
