@@ -63,8 +63,8 @@ class GateConfig:
 
     @classmethod
     def from_env(cls, environ=None) -> "GateConfig":
-        """Reads DEEPSEEK_DSPARK_GATE (0 or 1) and DEEPSEEK_DSPARK_GATE_<FIELD>; an absent variable
-        keeps the default.
+        """Reads DEEPSEEK_DSPARK_GATE (0 or 1) and DEEPSEEK_DSPARK_GATE_<FIELD>; an absent variable,
+        or one that is empty, keeps the default.
 
         Raises ConfigError naming the variable if it is unknown, is not a number or is out of range.
         """
@@ -72,7 +72,7 @@ class GateConfig:
         names = {_variable(field.name): field.name for field in dataclasses.fields(cls)}
         values = {}
         for variable in sorted(
-            v for v in environ if v == ENV_PREFIX or v.startswith(ENV_PREFIX + "_")
+            v for v in environ if (v == ENV_PREFIX or v.startswith(ENV_PREFIX + "_")) and environ[v]
         ):
             if variable not in names:
                 raise ConfigError(

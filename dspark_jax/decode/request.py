@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import warnings
 
+import jax
 import numpy as np
 
 from dspark_jax.decode import gate_config
@@ -12,6 +14,8 @@ from dspark_jax.decode.gate_config import GateConfig
 from dspark_jax.decode.modes import MODES
 from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.loading.load import Model
+
+_ARRAYS = np.ndarray, np.generic, jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,24 +35,10 @@ def make_request(
     """Raises PromptError or ConfigError for anything that cannot be served, naming it; warns of
     what the model was not made for.
     """
-    if mode not in MODES:
-        raise ConfigError(f"mode: {mode!r} is unknown; use one of {', '.join(MODES)}")
-    if temperature != 0 or top_k != 0 or top_p != 1:
-        raise ConfigError(
-            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: this version decodes "
-            "greedily only; "
-            "leave them at 0, 0 and 1"
-        )
-    if not isinstance(gate, GateConfig):
-        raise ConfigError(f"gate: expected a dspark.GateConfig, got {type(gate).__name__}")
-    gate_config.validate(gate, model.config.dspark_block_size)
-    if (
-        not isinstance(max_new_tokens, (int, np.integer))
-        or isinstance(max_new_tokens, bool)
-        or max_new_tokens < 1
-    ):
-        raise ConfigError(f"max_new_tokens: {max_new_tokens!r} is not a positive integer")
+    options = max_new_tokens, mode, gate, temperature, top_k, top_p
+    check_options(*options, model.config.dspark_block_size)
     encoded = encode(model, prompts)
+    _warn_of_two_beginnings(model, prompts, encoded)
     for i, ids in enumerate(encoded):
         _check_prompt(model, i, ids, max_new_tokens)
     _warn_beyond_positions(model, max(map(len, encoded)) + int(max_new_tokens))
@@ -61,12 +51,41 @@ def make_request(
     )
 
 
-def encode(model: Model, prompts) -> list[list[int]]:
-    """str, list of str, list of ids or list of lists of ids -> lists of ids. Strings are encoded as
-    tokenizer.json says.
+def check_options(
+    max_new_tokens, mode, gate, temperature, top_k, top_p, block_size: int | None = None
+) -> None:
+    """Raises ConfigError for what can be refused without a model. block_size: the model's, where it
+    is known.
     """
-    if isinstance(prompts, np.ndarray):
-        prompts = prompts.tolist()
+    if mode not in MODES:
+        raise ConfigError(f"mode: {mode!r} is unknown; use one of {', '.join(MODES)}")
+    if temperature != 0 or top_k != 0 or top_p != 1:
+        raise ConfigError(
+            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: this version decodes "
+            "greedily only; "
+            "leave them at 0, 0 and 1"
+        )
+    if not isinstance(gate, GateConfig):
+        raise ConfigError(f"gate: expected a dspark.GateConfig, got {type(gate).__name__}")
+    gate_config.validate(gate, _least_block(gate) if block_size is None else block_size)
+    if (
+        not isinstance(max_new_tokens, (int, np.integer))
+        or isinstance(max_new_tokens, bool)
+        or max_new_tokens < 1
+    ):
+        raise ConfigError(f"max_new_tokens: {max_new_tokens!r} is not a positive integer")
+
+
+def _least_block(gate: GateConfig) -> int:
+    """The shortest draft block that these numbers can go with."""
+    return gate.min_draft if isinstance(gate.min_draft, int) and gate.min_draft > 1 else 1
+
+
+def encode(model: Model, prompts) -> list[list[int]]:
+    """str, list of str, list of ids or list of lists of ids -> lists of ids. Arrays of NumPy and of
+    jax are taken as the lists that they hold. Strings are encoded as tokenizer.json says.
+    """
+    prompts = _without_arrays(prompts)
     if isinstance(prompts, str):
         prompts = [prompts]
     if not isinstance(prompts, (list, tuple)):
@@ -76,16 +95,20 @@ def encode(model: Model, prompts) -> list[list[int]]:
         )
     if not prompts:
         raise PromptError("the prompt is empty: at least one token is needed")
-    if all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompts):
-        return [list(prompts)]
+    prompts = [_without_arrays(prompt) for prompt in prompts]
+    if not any(isinstance(prompt, (str, list, tuple)) for prompt in prompts):
+        prompts = [prompts]
     return [_encode_one(model, i, p) for i, p in enumerate(prompts)]
 
 
+def _without_arrays(value):
+    """An array or scalar of NumPy or jax as Python's lists and numbers, anything else as it is."""
+    return np.asarray(value).tolist() if isinstance(value, _ARRAYS) else value
+
+
 def _encode_one(model: Model, i: int, prompt) -> list[int]:
-    if isinstance(prompt, np.ndarray):
-        prompt = prompt.tolist()
     if isinstance(prompt, (list, tuple)):
-        return list(prompt)
+        return [_without_arrays(token) for token in prompt]
     if not isinstance(prompt, str):
         raise PromptError(
             f"prompt {i}: expected a string or a list of token ids, got {type(prompt).__name__}"
@@ -111,8 +134,12 @@ def check_text(text: str, what: str) -> None:
 
 def _check_prompt(model: Model, i: int, ids: list[int], max_new_tokens: int) -> None:
     try:
-        if any(isinstance(t, bool) or not isinstance(t, (int, np.integer)) for t in ids):
-            raise PromptError("token ids must be integers")
+        for at, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise PromptError(
+                    f"token ids must be integers; {reprlib.repr(token)} at index {at} is a "
+                    f"{type(token).__name__}"
+                )
         check_ids(model, ids)
     except PromptError as error:
         raise PromptError(f"prompt {i}: {error}") from None
@@ -139,21 +166,39 @@ def _warn_beyond_positions(model: Model, length: int) -> None:
         )
 
 
+def _warn_of_two_beginnings(model: Model, prompts, encoded: list[list[int]]) -> None:
+    """A text may begin with the token that the tokenizer puts before every text."""
+    first, texts = model.config.bos_token_id, _without_arrays(prompts)
+    texts = [texts] if isinstance(texts, str) else texts
+    for i, (text, ids) in enumerate(zip(texts, encoded)):
+        if not isinstance(text, str) or ids[:2] != [first, first]:
+            continue
+        as_written = model.tokenizer.encode(text, add_special_tokens=False).ids
+        if ids[1 : len(as_written) + 1] == as_written:
+            warnings.warn(
+                f"prompt {i} begins with {model.tokenizer.id_to_token(first)}, and the tokenizer "
+                "puts it before every text: it stands there twice; leave it out of the text",
+                stacklevel=4,
+            )
+
+
 def _stop_ids(model: Model, stop_token_ids) -> frozenset[int]:
     if stop_token_ids is None:
         return frozenset(model.config.eos_token_id)
-    if not isinstance(stop_token_ids, (list, tuple, set, frozenset, np.ndarray)):
+    stop_token_ids = _without_arrays(stop_token_ids)
+    if not isinstance(stop_token_ids, (list, tuple, set, frozenset)):
         raise PromptError(f"stop_token_ids: expected a list of token ids, got {stop_token_ids!r}")
+    stop_token_ids = [_without_arrays(token) for token in stop_token_ids]
     for token in stop_token_ids:
         if (
-            not isinstance(token, (int, np.integer))
+            not isinstance(token, int)
             or isinstance(token, bool)
             or not 0 <= token < model.config.vocab_size
         ):
             raise PromptError(
                 f"stop_token_ids: {token!r} is not a token id (0 to {model.config.vocab_size - 1})"
             )
-    return frozenset(int(t) for t in stop_token_ids)
+    return frozenset(stop_token_ids)
 
 
 def check_ids(model: Model, tokens) -> None:

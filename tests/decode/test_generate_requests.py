@@ -3,11 +3,13 @@ text from tokens. Runs no model.
 """
 
 import dataclasses
+import re
 import warnings
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
 import dspark_jax as dspark
 from dspark_jax.decode.request import encode, make_request
@@ -28,6 +30,42 @@ REFUSALS = {
     ),
     "id negative": (([[1], [3, -1]],), {}, dspark.PromptError, "prompt 1: token id -1 at index 1"),
     "id fraction": (([[1.5]],), {}, dspark.PromptError, "prompt 0: token ids must be integers"),
+    "id fraction among ids": (
+        ([1, 2.5],),
+        {},
+        dspark.PromptError,
+        "prompt 0: token ids must be integers; 2.5 at index 1 is a float",
+    ),
+    "id fraction in an array": (
+        ([[1], jnp.array([0.5])],),
+        {},
+        dspark.PromptError,
+        "prompt 1: token ids must be integers; 0.5 at index 0 is a float",
+    ),
+    "id fraction of numpy": (
+        ([1, np.float32(2.5)],),
+        {},
+        dspark.PromptError,
+        "prompt 0: token ids must be integers; 2.5 at index 1 is a float",
+    ),
+    "id none": (
+        ([1, None],),
+        {},
+        dspark.PromptError,
+        "prompt 0: token ids must be integers; None at index 1 is a NoneType",
+    ),
+    "flat bool": (
+        ([True, 2],),
+        {},
+        dspark.PromptError,
+        "prompt 0: token ids must be integers; True at index 0 is a bool",
+    ),
+    "number in an array": (
+        (jnp.int32(7),),
+        {},
+        dspark.PromptError,
+        "prompts: expected a string, strings, token ids or lists of token ids, got int",
+    ),
     "id bool": (([[True]],), {}, dspark.PromptError, "prompt 0: token ids must be integers"),
     "id huge": (([[2**80]],), {}, dspark.PromptError, "prompt 0"),
     "no list": ((7,), {}, dspark.PromptError, "prompts: expected a string, strings, token ids"),
@@ -149,12 +187,54 @@ def test_forms_of_prompts(golden_float):
         np.array([[1, 2, 3]]),
         [np.array([1, 2, 3], np.int64)],
         [(1, 2, 3)],
+        jnp.array([1, 2, 3]),
+        jnp.array([[1, 2, 3]]),
+        [jnp.array([1, 2, 3])],
+        [jnp.int32(1), np.int64(2), np.array(3)],
+        [[jnp.int32(1), np.int64(2), 3]],
     )
     assert all(encode(model, prompts) == [[1, 2, 3]] for prompts in same)
     assert encode(model, "ab") == encode(model, ["ab"]) == [[97, 98]]
     assert encode(model, ["a", [5], "\u00e9"]) == [[97], [5], [0xC3, 0xA9]]
     with pytest.raises(dspark.PromptError, match="prompt 0: the prompt is empty"):
         dspark.generate(model, "")
+
+
+def test_stop_ids_may_be_arrays(golden_float):
+    for stops in (np.array([3, 4]), jnp.array([3, 4]), [jnp.int32(3), 4], {3, np.int64(4)}):
+        request = make_request(
+            golden_float, [1], 4, "plain", dspark.GateConfig(), 0.0, 0, 1.0, stops
+        )
+        assert request.stop_token_ids == {3, 4}
+
+
+def test_a_beginning_that_stands_there_twice_is_warned_of(golden_float):
+    """A text that begins with the token which the tokenizer puts before every text; not two of them
+    in a text, nor one.
+    """
+    tokenizer, first = byte_tokenizer(), golden_float.config.bos_token_id
+    token = tokenizer.id_to_token(first)
+    tokenizer.add_special_tokens([AddedToken(token, special=True)])
+    options = [4, "plain", dspark.GateConfig(), 0.0, 0, 1.0, []]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = dataclasses.replace(golden_float, tokenizer=tokenizer)
+        assert make_request(model, token * 2, *options).prompts == ((first, first),)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{token} $A", special_tokens=[(token, first)]
+        )
+        assert make_request(model, "a", *options).prompts == ((first, 97),)
+        make_request(model, [[first, first]], *options)
+    for prompts in (["a", token + "a"], np.array(["a", token + "a"])):
+        with pytest.warns(UserWarning, match=re.escape(f"prompt 1 begins with {token}, and")) as w:
+            assert make_request(model, prompts, *options).prompts[1] == (first, first, 97)
+        assert len(w) == 1
+
+
+def test_an_empty_variable_of_the_gate_is_unset():
+    names = ["", *("_" + field.name.upper() for field in dataclasses.fields(dspark.GateConfig))]
+    empty = {"DEEPSEEK_DSPARK_GATE" + name: "" for name in names if name != "_ENABLED"}
+    assert dspark.GateConfig.from_env(empty) == dspark.GateConfig()
 
 
 def test_text_that_is_no_unicode_is_refused(golden_float):
