@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
+from collections.abc import Callable
 
+from dspark_jax.commands.arguments import require_positive, require_room
 from dspark_jax.commands.generate import asked_gate
+from dspark_jax.commands.output import print_json, progress_bar, status
 from dspark_jax.decode.modes import MODES
 
 ONE_ROW = "plain, 1 row"
@@ -67,15 +69,33 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
-    import dspark_jax as dspark
+    require_positive("--repeats", args.repeats)
+    require_room(args)
+    with status("loading ..."):
+        import dspark_jax as dspark
+        from dspark_jax.decode.request import check_options
 
-    model = dspark.load(args.checkpoint, max_seq_len=args.max_seq_len)
-    results = measure(model, args.max_new_tokens, max(1, args.repeats), asked_gate(args))
-    print(json.dumps(results, indent=1, allow_nan=False) if args.json else _table(results))
+        gate = asked_gate(args)
+        check_options(args.max_new_tokens, MODES[0], gate, temperature=0, top_k=0, top_p=1)
+        model = dspark.load(args.checkpoint, max_seq_len=args.max_seq_len)
+    ways = len(MODES) + 1  # with that of one row
+    text = f"runs (each of the first {ways} compiles)"
+    with progress_bar(text, len(PROMPTS) * args.repeats * ways) as advance:
+        results = measure(model, args.max_new_tokens, args.repeats, gate, advance)
+    if args.json:
+        print_json(results)
+    else:
+        print(_table(results))
     return 0 if all(row["same_tokens"] for row in results.values()) else 1
 
 
-def measure(model, max_new_tokens: int, repeats: int, gate) -> dict:
+def measure(
+    model,
+    max_new_tokens: int,
+    repeats: int,
+    gate,
+    advance: Callable[[], None] = lambda: None,
+) -> dict:
     """For each kind of prompt: tok/s by mode (median), speed-up over the fastest plain decode
     (median of the ratios within a repetition), acceptance, and whether all modes gave the same
     tokens.
@@ -83,14 +103,16 @@ def measure(model, max_new_tokens: int, repeats: int, gate) -> dict:
     The fastest plain decode carries one row a step. Our own carries as many as give the bits of a
     verify (see runtime/backend.py); on a CPU that is two, and the single row may differ in the last
     bits, so its tokens are not compared.
+
+    advance: called after every run.
     """
     return {
-        kind: _measure_prompt(model, prompt, max_new_tokens, repeats, gate)
+        kind: _measure_prompt(model, prompt, max_new_tokens, repeats, gate, advance)
         for kind, prompt in PROMPTS.items()
     }
 
 
-def _measure_prompt(model, prompt: str, max_new_tokens: int, repeats: int, gate) -> dict:
+def _measure_prompt(model, prompt: str, max_new_tokens: int, repeats: int, gate, advance) -> dict:
     import dspark_jax as dspark
 
     single = dataclasses.replace(model, limits=dataclasses.replace(model.limits, decode_rows=1))
@@ -101,6 +123,7 @@ def _measure_prompt(model, prompt: str, max_new_tokens: int, repeats: int, gate)
             runs[name].append(
                 dspark.generate(variant, prompt, max_new_tokens, mode, gate, stop_token_ids=[])
             )
+            advance()
     speeds = {name: [out.stats["tokens_per_second"] for out in outs] for name, outs in runs.items()}
     fastest = [max(pair) for pair in zip(speeds["plain"], speeds[ONE_ROW])]
     stats = runs["block"][0].stats

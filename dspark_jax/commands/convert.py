@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dspark_jax.commands.output import error_console, on_terminal
 from dspark_jax.commands.together import add_options, command_mesh, run_command, several_asked_for
 from dspark_jax.errors import ConfigError
 from dspark_jax.runtime.interrupts import watch_interrupts
@@ -98,7 +99,6 @@ class _Progress:
     """
 
     def __init__(self, verb: str, quiet: bool):
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -109,17 +109,16 @@ class _Progress:
         )
 
         self.verb, self.quiet = verb, quiet
-        console = Console(stderr=True)
         self.bar = Progress(
             TextColumn(verb),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=console,
-            disable=quiet or not console.is_terminal,
+            console=error_console(),
+            disable=quiet or not on_terminal(),
         )
-        self.lines = not quiet and not console.is_terminal
+        self.lines = not quiet and not on_terminal()
         self.task, self.began, self.shown = None, None, 0.0
 
     def __enter__(self) -> _Progress:

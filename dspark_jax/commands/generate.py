@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import sys
 from pathlib import Path
 
+from dspark_jax.commands.arguments import require_room
+from dspark_jax.commands.output import print_json, status
 from dspark_jax.commands.together import add_options, command_mesh, run_command, several_asked_for
 from dspark_jax.decode.modes import MODES
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
@@ -27,7 +28,18 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         ),
     )
     add = parser.add_argument
-    add("prompt", nargs="?", help="the text to continue; without it, standard input is read")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
+        "prompt",
+        nargs="?",
+        help="the text to continue; with - or without it, standard input is read, but for the line "
+        "break at its end",
+    )
+    given.add_argument(
+        "--prompt-ids",
+        metavar="IDS",
+        help='the prompt as token ids, such as "5 6 7" or 5,6,7, instead of text',
+    )
     add(
         "--checkpoint",
         metavar="DIR",
@@ -120,37 +132,41 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, prints: bool) -> int:
-    gate = asked_gate(args)
-    if args.record is not None:
-        _check_recording(args, gate)
-    prompt = _read_prompt(args)
-    import dspark_jax as dspark
-    from dspark_jax.commands import costs
+    with status("loading ...", shown=prints):
+        gate = asked_gate(args)
+        _check_options(args, gate)
+    prompt = _prompt(args)
+    _check_prompt(args, prompt)
+    with status("loading ...", shown=prints):
+        import dspark_jax as dspark
+        from dspark_jax.commands import costs
 
-    model = dspark.load(
-        args.checkpoint,
-        command_mesh(args.mesh),
-        max_seq_len=args.max_seq_len,
-        dtype=args.dtype,
-        activation_quant=not args.no_activation_quant,
-    )
+        model = dspark.load(
+            args.checkpoint,
+            command_mesh(args.mesh),
+            max_seq_len=args.max_seq_len,
+            dtype=args.dtype,
+            activation_quant=not args.no_activation_quant,
+        )
     run = _asked_run(model, prompt, args, gate)
     if args.record is not None:
         costs.check_room(model)
-    run.compile()
+    with status("compiling (first time only) ...", shown=prints):
+        run.compile()
     _complete(run, show=prints and not args.json)
     if prints:
         result = _result(run)
         if args.json:
-            print(json.dumps(result, indent=1, allow_nan=False))
+            print_json(result)
         else:
-            print("\n" + summary(result), file=sys.stderr)
+            print("\n" + summary(result, gate.enabled), file=sys.stderr)
     if args.record is not None:
-        _record(run, args.record)
+        with status("measuring what a draft, a verify and a plain step cost ..."):
+            _record(run, args.record)
     return 130 if run.interrupted else 0
 
 
-def _asked_run(model, prompt: str, args: argparse.Namespace, gate):
+def _asked_run(model, prompt: str | list[int], args: argparse.Namespace, gate):
     """The Run that the arguments ask for. Its emissions come round by round, with their text."""
     from dspark_jax.decode.request import make_request
     from dspark_jax.decode.run import Run
@@ -197,6 +213,43 @@ def asked_gate(args: argparse.Namespace):
     return dataclasses.replace(gate, enabled=True) if args.gate else gate
 
 
+def _check_options(args: argparse.Namespace, gate) -> None:
+    """Refuses before a model is loaded, or a prompt read, what can be refused without them."""
+    from dspark_jax.decode.request import check_options, check_text
+
+    top_k = 0
+    check_options(args.max_new_tokens, args.mode, gate, args.temperature, top_k, args.top_p)
+    require_room(args)
+    for stop in args.stop or []:
+        check_text(stop, f"--stop {stop!r}")
+        if re.fullmatch("-[0-9]+", stop):
+            raise PromptError(f"--stop {stop}: token ids are 0 or more")
+    if args.record is not None:
+        _check_recording(args, gate)
+
+
+def _check_prompt(args: argparse.Namespace, prompt: str | list[int]) -> None:
+    """Likewise; without a model nobody knows how many tokens a text is."""
+    from dspark_jax.decode.request import check_text
+
+    if isinstance(prompt, list):
+        require_room(args, len(prompt))
+        return
+    check_text(prompt, "prompt 0")
+    _require_tokenizer(args.checkpoint)
+
+
+def _require_tokenizer(checkpoint: str | None) -> None:
+    """Of a directory that has a config.json; of another one `load` says what is missing."""
+    if checkpoint is None or not (Path(checkpoint) / "config.json").exists():
+        return
+    if not (Path(checkpoint) / "tokenizer.json").exists():
+        raise PromptError(
+            f"the prompt is text, but {checkpoint} has no tokenizer.json; give token ids with "
+            "--prompt-ids"
+        )
+
+
 def _check_recording(args: argparse.Namespace, gate) -> None:
     """Refuses before the run what would lose its recording after it."""
     if gate.enabled or args.mode == "plain":
@@ -216,8 +269,10 @@ def _check_recording(args: argparse.Namespace, gate) -> None:
         )
 
 
-def summary(result: dict) -> str:
-    """A few lines: tokens, rounds, accepted per round, tokens per second, gate counters."""
+def summary(result: dict, gated: bool) -> str:
+    """A few lines: tokens, rounds, accepted per round, tokens per second; with a gate, its
+    counters.
+    """
     stats = result["stats"]
     speed = stats["tokens_per_second"] or 0.0  # None where it ended before any time had passed
     lines = [
@@ -235,6 +290,7 @@ def summary(result: dict) -> str:
             f"{stats['rounds']} rounds, {stats['accepted'] / stats['rounds']:.2f} drafts "
             f"accepted per round ({rate})"
         )
+    if stats["gate"] and gated:
         gate = stats["gate"]
         lines.append(
             f"gate: {gate['truncated']} rounds truncated, {gate['skipped']} skipped "
@@ -243,18 +299,32 @@ def summary(result: dict) -> str:
     return "\n".join(lines)
 
 
-def _read_prompt(args: argparse.Namespace) -> str:
-    if args.prompt is not None:
+def _prompt(args: argparse.Namespace) -> str | list[int]:
+    if args.prompt_ids is not None:
+        return _parsed_ids(args.prompt_ids)
+    if args.prompt not in (None, "-"):
         return args.prompt
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin is None or (args.prompt is None and sys.stdin.isatty()):
         raise PromptError("no prompt: give it as an argument or on standard input")
     try:
-        return sys.stdin.read()
+        text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise PromptError(
             f"standard input is not valid {error.encoding}: {error.reason} at byte {error.start}; "
             "give text in UTF-8"
         ) from None
+    return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
+
+
+def _parsed_ids(text: str) -> list[int]:
+    """ "5 6 7" or "5, 6, 7" -> [5, 6, 7]."""
+    words = [word for word in re.split(r"\s*,\s*|\s+", text.strip()) if text.strip()]
+    if not words:
+        raise PromptError("--prompt-ids: the prompt is empty: at least one token is needed")
+    for at, word in enumerate(words):
+        if not re.fullmatch("[0-9]{1,18}", word):
+            raise PromptError(f"--prompt-ids: {word!r} at index {at} is not a token id")
+    return [int(word) for word in words]
 
 
 def _stop_ids(model, stops: list[str] | None) -> list[int] | None:
@@ -267,9 +337,6 @@ def _stop_id(model, stop: str) -> int:
     """
     if re.fullmatch("-?[0-9]{1,18}", stop):
         return int(stop)
-    from dspark_jax.decode.request import check_text
-
-    check_text(stop, f"--stop {stop!r}")
     token = model.tokenizer.token_to_id(stop) if model.tokenizer else None
     if token is not None:
         return token

@@ -5,10 +5,11 @@ table or as JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from typing import Any
+
+from dspark_jax.commands.output import print_json
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     summary = inspect_checkpoint(args.directory)
     if args.json:
-        print(json.dumps(summary.to_dict(), indent=2))
+        print_json(summary.to_dict())
     else:
         print_summary(summary)
     return 0 if summary.problem is None else 1
@@ -50,16 +51,21 @@ def print_summary(summary) -> None:
     """The summary as a table on standard output."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    # Paths, and names in a file, may have brackets and colons in them: they are no markup.
+    console = Console(width=None if sys.stdout.isatty() else 100, markup=False, emoji=False)
     holder = "unit" if summary.origin else "file"
     console.print(
-        f"[bold]{summary.path}[/]: {summary.kind}, {summary.tensors:,} tensors in "
-        f"{summary.files:,} {holder}{'s' if summary.files > 1 else ''}, {summary.parameters:,} "
-        f"parameters, {_size(summary.bytes)}"
+        Text.assemble(
+            (summary.path, "bold"),
+            f": {summary.kind}, {summary.tensors:,} tensors in {summary.files:,} "
+            f"{holder}{'s' if summary.files > 1 else ''}, {summary.parameters:,} parameters, "
+            f"{_size(summary.bytes)}",
+        )
     )
     if summary.origin is not None:
-        console.print(_origin_line(summary.origin), markup=False)
+        console.print(_origin_line(summary.origin))
     if summary.config is not None:
         console.print(_config_line(summary.config))
     table = Table("module", "part", "precision", box=None, header_style="bold")
@@ -88,7 +94,7 @@ def print_summary(summary) -> None:
     if summary.expert_storage is not None:
         console.print(_storage_line(summary.expert_storage))
     if summary.problem is not None:
-        console.print(f"cannot be loaded: {summary.problem}", style="red", markup=False)
+        console.print(f"cannot be loaded: {summary.problem}", style="red")
 
 
 def _config_line(c) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from dspark_jax import __version__
 from dspark_jax.commands import bench, convert, generate, inspect_checkpoint, plan, replay
+from dspark_jax.commands.arguments import Parser
 from dspark_jax.commands.output import finish_output, give_up_output, guard_streams
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
 
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None, prepare: Callable[[], None] | None = Non
     argv: the arguments, None for the process's own. prepare: called when they are understood,
       before the command runs.
     """
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         if prepare is not None:
             prepare()
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None, prepare: Callable[[], None] | None = Non
         print(f"dspark {args.command}: {where}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(f"dspark {args.command}: interrupted", file=sys.stderr)
         return 130
 
 
@@ -60,7 +62,7 @@ def _own_process() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dspark",
         description=(
             "DeepSeek-V4-Flash with DSpark speculative decoding in JAX: faster, and the same "

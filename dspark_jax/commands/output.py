@@ -1,9 +1,14 @@
-"""Standard output and standard error of the command: what may be wrong with them is one line."""
+"""Standard output and standard error of the command: what may be wrong with them is one line; what
+goes on meanwhile is shown on a terminal only.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 
 
 def guard_streams() -> None:
@@ -37,3 +42,51 @@ def give_up_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # a stream without a descriptor, in tests
         pass
+
+
+def print_json(value) -> None:
+    """One object, on one line."""
+    print(json.dumps(value, allow_nan=False))
+
+
+def on_terminal() -> bool:
+    """Whether standard error is a terminal. Rich may be told otherwise (FORCE_COLOR)."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def status(text: str, shown: bool = True) -> Iterator[None]:
+    """Says on a terminal what goes on within it; nothing of it stays."""
+    if not (shown and on_terminal()):
+        yield
+        return
+    from rich.text import Text
+
+    with error_console().status(Text(text)):  # a str would be read as markup
+        yield
+
+
+@contextlib.contextmanager
+def progress_bar(text: str, total: int) -> Iterator[Callable[[], None]]:
+    """advance() of a bar on a terminal, which moves it on by one; nothing of it stays."""
+    if not on_terminal():
+        yield lambda: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=error_console(), transient=True) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda: bar.advance(task)
+
+
+def error_console():
+    """Standard error as rich writes it. Brackets and colons in a text are what they are."""
+    from rich.console import Console
+
+    return Console(stderr=True, markup=False, emoji=False)

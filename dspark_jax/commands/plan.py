@@ -5,10 +5,10 @@ about it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 
+from dspark_jax.commands.output import print_json, status
 from dspark_jax.config import ModelConfig, v4_flash_0731
 from dspark_jax.errors import ConfigError
 
@@ -107,18 +107,27 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(config, target, mesh, args.context, args.streams, args.accepted)
     programs = None
     if args.compile:
-        from dspark_jax.planning.compile import compile_programs
-
         if args.devices is not None:
             raise ConfigError("--compile needs a --topology to compile for")
-        programs = compile_programs(config, target.name, mesh, args.context, args.streams)
+        programs = _compiled(config, target.name, mesh, args.context, args.streams)
     if args.json:
-        print(json.dumps(plan.to_dict() | ({"programs": programs} if programs else {}), indent=1))
+        print_json(plan.to_dict() | ({"programs": programs} if programs else {}))
     else:
         print(render(plan))
         if programs:
             print(render_programs(programs, plan))
     return 0 if plan.fits else 1
+
+
+def _compiled(*what) -> dict:
+    """compile_programs(*what), one after another, so that a terminal can say which."""
+    from dspark_jax.planning import compile as planning
+
+    programs = {}
+    for i, name in enumerate(planning.PROGRAMS, 1):
+        with status(f"compiling program {i} of {len(planning.PROGRAMS)}: {name} ..."):
+            programs |= planning.compile_programs(*what, only=(name,))
+    return programs
 
 
 def _config(path: str | None) -> ModelConfig:

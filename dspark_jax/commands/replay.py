@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+
+from dspark_jax.commands.output import print_json
 
 # Flag -> GateConfig's default, here as well so that --help loads nothing of jax; a test compares
 # them.
@@ -46,7 +47,10 @@ def run(args) -> int:
     result = replay(
         args.file, dataclasses.replace(GateConfig.from_env(), **given) if given else None
     )
-    print(json.dumps(result, indent=1, allow_nan=False) if args.json else render(result))
+    if args.json:
+        print_json(result)
+    else:
+        print(render(result))
     return 0
 
 

@@ -110,15 +110,15 @@ def test_text_to_standard_output_and_a_summary_to_standard_error(command, expect
         "tok/s (block, ended by length",
         f"{rounds} rounds",
         "drafts accepted per round",
-        "gate: 0 rounds truncated",
     ):
         assert part in err
+    assert "gate" not in err, "there is none"
 
 
 def test_json(command, expected):
     status, out, err = command("--json")
     result = json.loads(out)
-    assert status == 0 and err == ""
+    assert status == 0 and err == "" and out.count("\n") == 1
     assert result.keys() == {"mode", "text", "tokens", "finish_reason", "rounds", "stats"}
     assert (result["mode"], result["text"], result["tokens"]) == (
         "block",
@@ -143,7 +143,14 @@ def test_plain_gives_the_same(command, expected):
 
 
 def test_prompt_from_standard_input(command, expected):
-    assert command(prompt=(), stdin=PROMPT)[:2] == (0, expected.texts[0])
+    for prompt, end in (((), ""), ((), "\n"), (("-",), "\r\n"), (("-",), "")):
+        assert command(prompt=prompt, stdin=PROMPT + end)[:2] == (0, expected.texts[0])
+
+
+@pytest.mark.parametrize("separator", [" ", ",", ", "])
+def test_prompt_as_ids(command, expected, separator):
+    ids = separator.join(str(byte) for byte in PROMPT.encode())
+    assert command("--prompt-ids", ids, prompt=())[:2] == (0, expected.texts[0])
 
 
 def test_gate(command, expected, monkeypatch):
@@ -181,38 +188,18 @@ def test_stop_as_id_and_as_text(command, expected, directory):
 
 
 WRONG_USE = {
-    "too long": (["--max-new-tokens", "999"], "max_new_tokens 999 together exceed max_seq_len 128"),
-    "nothing wanted": (["--max-new-tokens", "0"], "max_new_tokens: 0 is not a positive integer"),
-    "temperature": (["--temperature", "0.7"], "temperature 0.7"),
-    "top-p": (["--top-p", "0.5"], "top_p 0.5"),
+    "too long": (
+        ["--max-new-tokens", "124"],
+        "max_new_tokens 124 together exceed max_seq_len 128",
+    ),
     "stop id": (["--stop", "256"], "stop_token_ids: 256"),
-    "stop negative": (["--stop", "-1"], "stop_token_ids: -1"),
     "stop text": (["--stop", "ab"], "--stop 'ab': neither a token id nor a single token"),
-    "cache": (["--max-seq-len", "0"], "max_seq_len: 0"),
-    "record plain": (
-        ["--record", "x.json", "--mode", "plain"],
-        "--record needs a speculative mode with the gate off",
-    ),
-    "record gate": (
-        ["--record", "x.json", "--gate"],
-        "--record needs a speculative mode with the gate off",
-    ),
-    "record nowhere": (["--record", "absent/x.json"], "absent is not a directory"),
-    "record directory": (["--record", "/"], "--record /: this is a directory; name a file in it"),
-    "record one token": (
-        ["--record", "x.json", "--max-new-tokens", "1"],
-        "--record with --max-new-tokens 1: the first token comes from",
-    ),
     "record no room": (
         ["--record", "x.json", "--max-seq-len", "13", "--max-new-tokens", "4"],
         "no room to measure two rounds",
     ),
     "stop dashes": (["--stop=--5"], "--stop '--5': neither a token id nor a single token"),
     "stop digits": (["--stop", "9" * 5000], "neither a token id nor a single token"),
-    "stop surrogate": (
-        ["--stop", "\udcff"],
-        "--stop '\\udcff': character 0, '\\udcff', is no valid Unicode; give text in UTF-8",
-    ),
 }
 
 
@@ -336,14 +323,6 @@ def test_ctrl_c_before_the_first_token_has_a_summary(command, monkeypatch):
     assert "0 tokens in 0.00 s, 0.0 tok/s (block, ended by interrupted" in err
 
 
-def test_ctrl_c_while_loading_is_status_130(command, monkeypatch):
-    def load(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(dspark, "load", load)
-    assert command() == (130, "", "")
-
-
 def test_sigint(directory):
     """A real signal to a real process, once it has begun to write; it could go on for 60,000
     tokens.
@@ -435,7 +414,7 @@ def test_a_recording_that_fills_the_cache_is_kept(command, model, tmp_path):
     status, _, err = command(
         "--record", str(file), "--max-new-tokens", str(length), "--stop", "255"
     )
-    assert status == 0 and "gate: 0 rounds truncated, 0 skipped" in err
+    assert status == 0 and f"{len(rounds)} rounds" in err and "gate" not in err
     assert [r["accept"] for r in json.loads(file.read_text())["prompts"]["prompt"]] == whole
 
 
@@ -463,7 +442,9 @@ def test_bench_takes_the_gate_of_the_environment(model, capsys, monkeypatch):
     gates = []
     monkeypatch.setattr(dspark, "load", lambda *args, **options: model)
     monkeypatch.setattr(
-        bench, "measure", lambda model, length, repeats, gate: gates.append(gate.enabled) or {}
+        bench,
+        "measure",
+        lambda model, length, repeats, gate, advance: gates.append(gate.enabled) or {},
     )
     for value, options in (("0", []), ("1", []), ("0", ["--gate"])):
         monkeypatch.setenv("DEEPSEEK_DSPARK_GATE", value)
