@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dspark_jax import __version__
 from dspark_jax.commands import bench, convert, generate, inspect_checkpoint, plan, replay
 from dspark_jax.commands.arguments import Parser
-from dspark_jax.commands.output import finish_output, give_up_output, guard_streams
+from dspark_jax.commands.output import finish_output, give_up_output, guard_streams, status
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
 
 
@@ -55,10 +55,11 @@ def entry() -> int:
 
 
 def _own_process() -> None:
-    from dspark_jax.runtime import backend, compilation_cache
+    with status("starting ..."):  # jax is imported
+        from dspark_jax.runtime import backend, compilation_cache
 
-    backend.require_equal_bits()
-    compilation_cache.enable(own_process=True)
+        backend.require_equal_bits()
+        compilation_cache.enable(own_process=True)
 
 
 def _parser() -> argparse.ArgumentParser:
