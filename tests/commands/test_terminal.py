@@ -179,19 +179,31 @@ def test_ctrl_c_within_a_status_or_a_bar_is_one_line(attach, monkeypatch, capsys
     assert capsys.readouterr().out == ""
 
 
+LOADS_FOR_LONG = """
+import sys, time
+import dspark_jax
+from dspark_jax.commands.main import entry
+
+def load(*_, **__):
+    print("loading", flush=True)
+    time.sleep(60)
+
+dspark_jax.load = load
+sys.exit(entry())
+"""
+
+
 def test_a_real_ctrl_c_is_one_line():
-    """The command reads its prompt when the signal comes."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "dspark_jax", "generate", "--max-new-tokens", "1"],
-        stdin=subprocess.PIPE,
+        [sys.executable, "-c", LOADS_FOR_LONG, "generate", "hi"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     try:
-        time.sleep(8)
+        assert process.stdout.readline() == b"loading\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=50)
     finally:
         process.kill()
     assert (process.returncode, out, err) == (130, b"", b"dspark generate: interrupted\n")
