@@ -27,13 +27,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.checkpoints.checksum import checksum, total
 from dspark_jax.checkpoints.errors import CheckpointError
-from dspark_jax.checkpoints.official import OfficialCheckpoint
+from dspark_jax.checkpoints.official import OfficialCheckpoint, raise_checkpoint_error
 from dspark_jax.checkpoints.orbax_io import (
     FORMAT,
     MANIFEST,
     STATE,
     UNITS,
     ConvertedCheckpoint,
+    faults,
     lost_files,
     quiet_orbax,
     raise_damaged,
@@ -90,7 +91,7 @@ def convert(
       damaged or changes.
     """
     quiet_orbax()
-    target, units = Path(target), plan_units(leaves, unit_bytes)
+    target, units = Path(target).expanduser(), plan_units(leaves, unit_bytes)
     needed = sum(unit.nbytes for unit in units)
     state = {"format": FORMAT, "unit_bytes": unit_bytes, "source": fingerprint(checkpoint)}
     with lock(target):
@@ -161,6 +162,12 @@ def _convert_unit(
             checksums = {
                 piece.leaf.name: value for piece, value in zip(unit.pieces, sums, strict=True)
             }
+            # Read again before it is marked as done: what was not checked is not done.
+            raise_checkpoint_error(
+                f"{target}: what was written does not read back; the disk, or the folder's name, "
+                "is not fit for it",
+                faults(path, unit.pieces, checksums),
+            )
             write_json(target / UNITS / f"{unit.name}{DONE}", describe(unit, checksums))
 
 

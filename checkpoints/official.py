@@ -9,7 +9,7 @@ slice are touched.
     storage   stored as                                     read as
     bf16      name         BF16 [shape]                     ml_dtypes.bfloat16 [shape]
     f32       name         F32 [shape]                      float32 [shape]
-    i64       name         I64 [shape]                      int32 [shape]
+    i64       name         I64 or I32 [shape]               int32 [shape]
     fp8       name.weight  F8_E4M3 [N, K]                   float32 [N, K], dequantised (exact)
               name.scale   F8_E8M0 or U8 [N/128, K/128]     (numbers of blocks rounded up)
     fp4       name.weight  I8 or U8 [N, K/2]                float32 [N, K], or packed as uint8
@@ -29,10 +29,10 @@ import numpy as np
 from dspark_jax.checkpoints import formats
 from dspark_jax.checkpoints.errors import CheckpointError, ConfigError
 from dspark_jax.checkpoints.json_file import read_json
+from dspark_jax.checkpoints.paths import INDEX, SINGLE, checkpoint_directory
 from dspark_jax.checkpoints.safetensors_file import Entry, SafetensorsFile
 from dspark_jax.checkpoints.tensor_spec import PLAIN, STORAGES, TensorSpec
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # What only one kind of draft module has; the kind decides before tensors are compared one by one.
 DSPARK_MARKS = (
     ".main_proj.weight",
@@ -54,21 +54,18 @@ class OfficialCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> "OfficialCheckpoint":
-        """Opens a checkpoint directory (or one .safetensors file). Raises one CheckpointError with
-        all faults of its files.
+        """Opens a checkpoint directory, see paths.py. Raises one CheckpointError with all faults of
+        its files.
         """
-        path = Path(path)
-        if not path.exists():
-            raise CheckpointError(f"{path}: no such checkpoint directory")
-        directory, single = (path, path / SINGLE) if path.is_dir() else (path.parent, path)
-        index = directory / INDEX if path.is_dir() else None
-        if index is not None and index.exists():
+        path = checkpoint_directory(path)
+        single, index = path / SINGLE, path / INDEX
+        if index.exists():
             if single.exists():
                 raise CheckpointError(
                     f"{path}: has both {SINGLE} and {INDEX}; remove the one that does not belong "
                     "here"
                 )
-            files, found = _open_shards(directory, index)
+            files, found = _open_shards(path, index)
         elif single.exists():
             files, found = {single.name: SafetensorsFile(single)}, []
         else:
@@ -78,7 +75,7 @@ class OfficialCheckpoint:
             )
         found = [problem for file in files.values() for problem in file.problems] + found
         raise_checkpoint_error(path, found)
-        return cls(directory, files)
+        return cls(path, files)
 
     def __enter__(self) -> "OfficialCheckpoint":
         return self
@@ -156,6 +153,8 @@ class OfficialCheckpoint:
         if spec.storage == "fp4":
             return self._read_fp4(spec, rows, cols)
         dtype = np.dtype(PLAIN[spec.storage][1])
+        if self.entry(spec.name).dtype == "I32":
+            dtype = np.dtype(np.int32)
         columns = slice(cols.start * dtype.itemsize, cols.stop * dtype.itemsize)
         values = self._where[spec.name].read(spec.name, rows, columns).view(dtype)
         shape = (values.shape[0], *spec.shape[1:]) if cols == slice(0, width) else values.shape

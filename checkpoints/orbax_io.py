@@ -17,25 +17,23 @@ Orbax (OCDBT, Zarr, uncompressed) writes the arrays and any Orbax restores them;
 with TensorStore, on which Orbax is built, so that a process reads exactly what its devices hold.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.checkpoints.checksum import checksum
 from dspark_jax.checkpoints.errors import CheckpointError
-from dspark_jax.checkpoints.official import (
-    INDEX,
-    LONGEST_LIST,
-    SINGLE,
-    raise_checkpoint_error,
-    read_config,
-)
+from dspark_jax.checkpoints.official import LONGEST_LIST, raise_checkpoint_error, read_config
+from dspark_jax.checkpoints.paths import INDEX, OWN_FILES, SINGLE, checkpoint_directory
 from dspark_jax.checkpoints.placing import Bounds
 from dspark_jax.checkpoints.units import Leaf, Piece, Unit, understand
 
@@ -64,7 +62,57 @@ def write_unit(path: Path, unit: Unit, arrays: dict[str, Any]) -> None:
     with ocp.Checkpointer(
         ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
     ) as checkpointer:
-        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=args))
+        with _without_patterns(path.absolute()) as plain:
+            checkpointer.save(plain, args=ocp.args.PyTreeSave(arrays, save_args=args))
+
+
+@contextlib.contextmanager
+def _without_patterns(path: Path) -> Iterator[Path]:
+    """`path`, by another name where Orbax would take it for a pattern: in "a[1]" it finds no file
+    of its own again, and writes no array.
+    """
+    if not any(character in str(path.parent) for character in "*?["):
+        yield path
+        return
+    if jax.process_count() > 1:
+        raise ValueError(f"several processes cannot write below a folder named {path.parent.name}")
+    with tempfile.TemporaryDirectory(prefix="dspark-") as directory:
+        link = Path(directory) / "units"
+        link.symlink_to(path.parent, target_is_directory=True)
+        yield link / path.name
+
+
+def open_piece(unit: Path, piece: Piece):
+    """The piece as a TensorStore, its shape and dtype checked. Raises one of UNREADABLE."""
+    import tensorstore as ts
+
+    base = {"driver": "file", "path": f"{unit.absolute()}/"}
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "ocdbt", "base": base, "path": f"{piece.leaf.name}/"},
+    }
+    store = ts.open(spec, open=True, read=True).result()
+    if store.shape != piece.shape or store.dtype.numpy_dtype != jnp.dtype(piece.leaf.dtype):
+        raise ValueError(
+            f"it is {store.dtype.name} {list(store.shape)}, the manifest says "
+            f"{piece.leaf.dtype} {list(piece.shape)}"
+        )
+    return store
+
+
+def faults(unit: Path, pieces: Iterable[Piece], checksums: dict[str, int]) -> list[str]:
+    """Reads pieces of a unit again; what is not what was to be written (checksums by leaf name)."""
+    found = []
+    for piece in pieces:
+        name, where = piece.leaf.name, f"{UNITS}/{unit.name}"
+        try:
+            values = open_piece(unit, piece).read().result()
+        except UNREADABLE as error:
+            found.append(f"{name}: cannot be read in {where}: {_first_line(error)}")
+            continue
+        if checksum(values, piece.leaf.shape, piece.origin) != checksums[name]:
+            found.append(f"{name}: {where} does not hold what was written")
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -126,7 +174,8 @@ def lost_files(path: Path, unit: str) -> list[str]:
 
 def is_converted(path: str | Path) -> bool:
     """Whether `path` is the place of a conversion, finished or not, whole or not."""
-    path = Path(path)
+    path = Path(path).expanduser()
+    path = path.parent if path.is_file() and path.name in OWN_FILES else path
     official = (path / SINGLE).exists() or (path / INDEX).exists()
     return (path / UNITS).is_dir() or (
         not official and any((path / name).exists() for name in (MANIFEST, STATE))
@@ -163,7 +212,7 @@ class ConvertedCheckpoint:
         """Reads the manifest. Raises CheckpointError when the conversion is unfinished or files are
         missing.
         """
-        path = Path(path)
+        path = checkpoint_directory(path)
         manifest = read_manifest(path)
         try:
             if manifest["format"] != FORMAT:
@@ -248,7 +297,9 @@ class ConvertedCheckpoint:
                 to = [slice(None)] * len(bounds)
                 to[piece.axis] = slice(start - bounds[piece.axis][0], stop - bounds[piece.axis][0])
                 try:
-                    out[tuple(to)] = self._open(unit, piece)[tuple(at)].read().result()
+                    out[tuple(to)] = (
+                        open_piece(self.path / UNITS / unit, piece)[tuple(at)].read().result()
+                    )
                 except UNREADABLE as error:
                     raise CheckpointError(
                         f"{self.path}: {UNITS}/{unit}: {name} cannot be read "
@@ -260,34 +311,9 @@ class ConvertedCheckpoint:
         """Reads a whole unit again and compares it with the recorded checksums; returns what is
         wrong, by name.
         """
-        found = []
-        for piece in self.units[unit].pieces:
-            name = piece.leaf.name
-            try:
-                values = self._open(unit, piece).read().result()
-            except UNREADABLE as error:
-                found.append(f"{name}: cannot be read in {UNITS}/{unit}: {_first_line(error)}")
-                continue
-            if checksum(values, piece.leaf.shape, piece.origin) != self.checksums[unit, name]:
-                found.append(f"{name}: {UNITS}/{unit} does not hold what was written")
-        return found
-
-    def _open(self, unit: str, piece: Piece):
-        """The piece as a TensorStore, its shape and dtype checked. Raises one of UNREADABLE."""
-        import tensorstore as ts
-
-        base = {"driver": "file", "path": f"{(self.path / UNITS / unit).absolute()}/"}
-        spec = {
-            "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{piece.leaf.name}/"},
-        }
-        store = ts.open(spec, open=True, read=True).result()
-        if store.shape != piece.shape or store.dtype.numpy_dtype != jnp.dtype(piece.leaf.dtype):
-            raise ValueError(
-                f"it is {store.dtype.name} {list(store.shape)}, the manifest says "
-                f"{piece.leaf.dtype} {list(piece.shape)}"
-            )
-        return store
+        pieces = self.units[unit].pieces
+        sums = {piece.leaf.name: self.checksums[unit, piece.leaf.name] for piece in pieces}
+        return faults(self.path / UNITS / unit, pieces, sums)
 
 
 def sha256(data: bytes) -> str:

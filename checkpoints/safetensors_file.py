@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dspark_jax.checkpoints.paths import what_else
+
 # Bits of every dtype a header may carry; `official` decides which of them a tensor may have.
 BITS = {
     "BOOL": 8,
@@ -110,6 +112,10 @@ class SafetensorsFile:
     def _read_header(self) -> None:
         size = self.path.stat().st_size
         with open(self.path, "rb") as file:
+            first = file.read(64)
+            file.seek(0)
+            if (other := what_else(first)) is not None:
+                return self._note(f"this is {other}")
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if len(prefix) < 8 or 8 + length > size:

@@ -33,7 +33,8 @@ class TensorSpec:
     def stored(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
         """Stored tensor name -> (dtypes it may have, shape it must have)."""
         if self.storage in PLAIN:
-            return {self.name: ((PLAIN[self.storage][0],), self.shape)}
+            dtypes = ("I64", "I32") if self.storage == "i64" else (PLAIN[self.storage][0],)
+            return {self.name: (dtypes, self.shape)}
         rows, columns = self.shape
         if self.storage == "fp8":
             grid = (-(-rows // formats.FP8_BLOCK), -(-columns // formats.FP8_BLOCK))

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.official import OfficialCheckpoint
 from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
+from dspark_jax.checkpoints.paths import checkpoint_directory
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading import expert_storage
@@ -109,7 +110,7 @@ def load(
     """
     compilation_cache.enable()
     require_device()
-    path = embedded_checkpoint() if path is None else Path(path)
+    path = embedded_checkpoint() if path is None else checkpoint_directory(path)
     checkpoint = (
         ConvertedCheckpoint.open(path) if is_converted(path) else OfficialCheckpoint.open(path)
     )

@@ -106,8 +106,8 @@ def test_verify_says_what_is_no_conversion(source, tmp_path):
     for path, message in (
         (source, "an official checkpoint, not a converted one; `dspark convert`"),
         (tmp_path, "not a converted"),
-        (tmp_path / "nothing", "no such directory"),
-        (tmp_path / "file", "a file; a converted checkpoint is"),
+        (tmp_path / "nothing", "no such checkpoint directory"),
+        (tmp_path / "file", "a file, where a checkpoint directory is expected"),
     ):
         with pytest.raises(CheckpointError, match=message):
             conversion.verify(path)
