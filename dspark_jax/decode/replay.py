@@ -33,6 +33,7 @@ import numpy as np
 
 from dspark_jax.decode import gate, gate_config
 from dspark_jax.errors import ConfigError
+from dspark_jax.runtime.files import write_text
 
 ACCOUNTINGS = ("plain", "always_k", "published", "charged")
 TIMES = ("draft_ms", "verify_ms", "plain_ms")
@@ -293,13 +294,8 @@ class RoundsRecorder:
                 "replay; record a longer output, or load with a larger max_seq_len"
             )
         check(content, "recorded rounds")
-        path = Path(path)
-        unfinished = path.with_name(path.name + ".tmp")
         try:
-            unfinished.write_text(
-                json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-            )
-            os.replace(unfinished, path)
+            write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
         except OSError as error:
             raise ConfigError(f"rounds file {path} cannot be written: {error.strerror}") from error
 

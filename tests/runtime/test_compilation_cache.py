@@ -171,7 +171,7 @@ def start(count=1):
 
 
 def test_processes_share_programs_and_survive_damaged_ones(folder):
-    """Three write at once; the next reads; of a cut entry it warns and computes, then it is gone."""
+    """Three write at once, the next reads; a cut entry is warned of and computed anew."""
     expected = start(3)[0][0]
     value, hits, _ = start()[0]
     assert value == expected and int(hits) >= 1
