@@ -110,7 +110,12 @@ def test_memory_is_bounded(source, tmp_path):
 
 @pytest.mark.parametrize(
     "moment, count",
-    [("write_unit", 2), ("sync_tree", 3), ("write_json", 2), ("_remove_traces", 1)],
+    [
+        ("write_unit", 2),
+        pytest.param("sync_tree", 3, marks=pytest.mark.heavy),
+        pytest.param("write_json", 2, marks=pytest.mark.heavy),
+        ("_remove_traces", 1),
+    ],
 )
 def test_a_killed_conversion_goes_on(source, held, tmp_path, moment, count):
     """In the middle of a unit, before its mark, before the first mark, and when the manifest is

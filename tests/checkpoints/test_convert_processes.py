@@ -16,6 +16,7 @@ from helpers import convert_parts as parts
 from helpers.processes import free_port
 
 
+@pytest.mark.heavy
 def test_two_processes_read_halves_and_write_the_same(source, held, tmp_path):
     first, second = (
         parts.result(running)["experts"] for running in two_processes(source, tmp_path / "new")

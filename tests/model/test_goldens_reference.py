@@ -158,7 +158,7 @@ def test_draft(golden_reference, expected_reference, case):
     assert np.array_equal(parts["draft"].tokens[0], expected_reference[name + "draft_ids"])
 
 
-# The same comparisons notice every single mistake
+# The same comparisons notice every single mistake. `make test` makes one of each part.
 
 
 def no_linear_quantisation(monkeypatch):
@@ -195,6 +195,9 @@ def weight_after_w2(monkeypatch):
     monkeypatch.setattr(pallas_kernels, "moe_fp4", wrong)
 
 
+HEAVY = pytest.mark.heavy
+
+
 @pytest.mark.parametrize("mistake", [no_linear_quantisation, weight_after_w2])
 def test_moe_notices(golden_reference, expected_reference, monkeypatch, mistake):
     mistake(monkeypatch)
@@ -213,11 +216,11 @@ def test_moe_notices_a_shared_expert_without_clamp(golden_reference, expected_re
 @pytest.mark.parametrize(
     "layer, mistake",
     [
-        (2, no_linear_quantisation),
-        (2, no_key_quantisation),
+        pytest.param(2, no_linear_quantisation, marks=HEAVY),
+        pytest.param(2, no_key_quantisation, marks=HEAVY),
         (2, no_index_quantisation),
-        (3, no_linear_quantisation),
-        (3, no_key_quantisation),
+        pytest.param(3, no_linear_quantisation, marks=HEAVY),
+        pytest.param(3, no_key_quantisation, marks=HEAVY),
         (3, whole_key_quantised),
     ],
 )
@@ -235,13 +238,21 @@ def test_indexer_notices_a_missing_hadamard(golden_reference, expected_reference
     assert rms_error(scores[expected > -np.inf], expected[expected > -np.inf]) > 2 * TIGHT
 
 
-@pytest.mark.parametrize("mistake", [no_linear_quantisation, no_key_quantisation, weight_after_w2])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(no_linear_quantisation, marks=HEAVY),
+        no_key_quantisation,
+        pytest.param(weight_after_w2, marks=HEAVY),
+    ],
+)
 def test_stages_notice(golden_reference, expected_reference, monkeypatch, mistake):
     mistake(monkeypatch)
     _, _, parts = draft_of(run_changed, golden_reference, expected_reference, 1)
     assert rms_error(parts["stage_out"][2, 0], expected_reference["d1.stage_out.2"]) > TIGHT
 
 
+@HEAVY
 def test_stages_notice_a_shared_expert_without_clamp(
     golden_reference, expected_reference, monkeypatch
 ):

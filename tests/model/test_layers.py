@@ -94,6 +94,9 @@ def test_attention(golden_float, expected_float, layer):
         assert max_error(values, expected) > NOTICED * VALUES, name
 
 
+HEAVY = pytest.mark.heavy  # `make test` makes some of these mistakes, `make heavy` the others
+
+
 def entries_seen_late(monkeypatch):
     monkeypatch.setattr(cached, "_seen", lambda rows, ratio: rows.positions // ratio)
 
@@ -132,11 +135,11 @@ def window_one_too_wide(monkeypatch):
 @pytest.mark.parametrize(
     "layer, mistake",
     [
-        (2, entries_seen_late),
+        pytest.param(2, entries_seen_late, marks=HEAVY),
         (2, overlap_half_lost),
         (3, entries_seen_early),
-        (3, entry_turned_at_its_last_token),
-        (3, output_not_turned_back),
+        pytest.param(3, entry_turned_at_its_last_token, marks=HEAVY),
+        pytest.param(3, output_not_turned_back, marks=HEAVY),
         (3, window_one_too_wide),
     ],
 )

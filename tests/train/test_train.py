@@ -108,6 +108,12 @@ def exported(main, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def shipped(exported):
+    """The model that those files give."""
+    return load(exported[0], max_seq_len=64).module
+
+
+@pytest.fixture(scope="module")
 def gradients(main):
     """Compiled (params, batch) -> ((loss, measures), gradients), in the checkpoint's storage."""
     task = main[1]
@@ -258,7 +264,9 @@ def test_muon_treats_gate_and_up_rows_apart():
     make = optimiser.make(tensors, lambda _: 1.0, lambda _: 1.0)
     both = jnp.asarray(rng.standard_normal((2, 3, 8, 4)), jnp.float32)
     params = {"w13": jnp.zeros_like(both), "w1": jnp.zeros((2, 3, 4, 4))}
-    updates, _ = make.update({"w13": both, "w1": both[:, :, :4]}, make.init(params), params)
+    updates, _ = jax.jit(make.update)(
+        {"w13": both, "w1": both[:, :, :4]}, make.init(params), params
+    )
     np.testing.assert_allclose(updates["w13"][:, :, :4], updates["w1"], rtol=1e-4, atol=1e-5)
 
 
@@ -270,42 +278,35 @@ def test_fp8_is_what_the_writer_stores(shape):
         np.testing.assert_array_equal(stored, formats.dequantise_fp8(*formats.quantise_fp8(layer)))
 
 
-def test_official_files_hold_what_was_trained(exported):
+def test_official_files_hold_what_was_trained(exported, shipped):
     """Read back, every parameter has the bits of its trained value passed through its storage; no
     tensor lacks or is too many.
     """
     path, *trained = exported
     OfficialCheckpoint.open(path).check(list(expected_tensors(CONFIG).values()))
-    module = load(path, max_seq_len=64).module
-    for parts, loaded in zip(trained, (module.main, module.drafter)):
-        expected, loaded = (
-            quantise.parameters(parts.values, parts.storages),
-            weights.take_apart(loaded).values,
-        )
+    for parts, loaded in zip(trained, (shipped.main, shipped.drafter)):
+        through_storage = jax.jit(lambda values, of=parts.storages: quantise.parameters(values, of))
+        expected, loaded = through_storage(parts.values), weights.take_apart(loaded).values
         assert expected.keys() == loaded.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(value, loaded[name], err_msg=name)
 
 
-def test_hash_tables_ship(main, exported):
-    trained, shipped = main[0].module(main[0].values), load(exported[0], max_seq_len=64).module.main
+def test_hash_tables_ship(main, shipped):
+    trained = main[0].module(main[0].values)
     np.testing.assert_array_equal(
-        shipped.segments[0][0].ffn.table[...], trained.segments[0][0].ffn.table[...]
+        shipped.main.segments[0][0].ffn.table[...], trained.segments[0][0].ffn.table[...]
     )
 
 
-def test_loss_of_a_quantised_step_is_the_shipped_models(main, gradients, exported):
+def test_loss_of_a_quantised_step_is_the_shipped_models(main, gradients, exported, shipped):
     batch = main[1].batch(0)
     trained = gradients(main[0].values, batch)[0][1]["tokens_loss"]
     losses = nnx.jit(lambda model, tokens: main_stage.token_losses(model, tokens)[0].mean())
-    shipped, plain = (
-        losses(
-            load(exported[0], max_seq_len=64, activation_quant=quant).module.main, batch["tokens"]
-        )
-        for quant in (True, False)
-    )
-    assert float(trained) == pytest.approx(float(shipped), rel=1e-5)
-    assert float(trained) != pytest.approx(float(plain), rel=1e-4)
+    unquantised = load(exported[0], max_seq_len=64, activation_quant=False).module
+    right, wrong = (losses(module.main, batch["tokens"]) for module in (shipped, unquantised))
+    assert float(trained) == pytest.approx(float(right), rel=1e-5)
+    assert float(trained) != pytest.approx(float(wrong), rel=1e-4)
 
 
 def test_draft_targets_are_the_main_models_choices(main):
@@ -340,8 +341,8 @@ def test_confidence_is_asked_only_behind_accepted_drafts():
     def surprise(confidence):
         return drafter_stage.losses(logits, confidence, chosen, ones)[1]
 
-    assert drafter_stage.losses(logits, ones, chosen, ones)[2].tolist() == [[1.0]]
-    gradient = jax.grad(surprise)(jnp.zeros((1, 1, 3)))
+    assert jax.jit(drafter_stage.losses)(logits, ones, chosen, ones)[2].tolist() == [[1.0]]
+    gradient = jax.jit(jax.grad(surprise))(jnp.zeros((1, 1, 3)))
     assert gradient[0, 0, 0] < 0 < gradient[0, 0, 1] and gradient[0, 0, 2] == 0
 
 
