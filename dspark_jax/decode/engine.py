@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dspark_jax.checkpoints.official import collection_paused
 from dspark_jax.decode import gate as gates
 from dspark_jax.decode import round as rounds
 from dspark_jax.decode.request import Request
@@ -167,7 +168,7 @@ class Engine:
         if key in self.programs.warm:
             return 0.0
         started = time.perf_counter()
-        with losses_explained(), deferred_interrupts():
+        with losses_explained(), deferred_interrupts(), collection_paused():
             cache = new_cache(self.model, self.width)
             _compile_together(
                 self.programs.begin.lower(*self._prefill_arguments(cache, [])),

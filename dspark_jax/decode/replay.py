@@ -93,7 +93,7 @@ def replay(source, config: gate_config.GateConfig | None = None) -> dict:
 
 def _says_what_a_verify_costs(environ):
     return any(
-        f"{gate_config.ENV_PREFIX}_{field}" in environ
+        environ.get(f"{gate_config.ENV_PREFIX}_{field}")
         for field in ("VERIFY_BASE_MS", "VERIFY_SLOPE_MS")
     )
 

@@ -14,6 +14,7 @@ from dspark_jax.checkpoints.units import UNIT_BYTES
 from dspark_jax.config import ModelConfig
 from dspark_jax.loading.load import expected_tensors, read_tokenizer, record_leaves
 from dspark_jax.loading.sources import read_official
+from dspark_jax.loading.stated_sizes import check_sizes
 from dspark_jax.runtime.processes import losses_explained
 from dspark_jax.runtime.sharding import RULES, check_mesh, check_processes, single_device
 
@@ -41,6 +42,7 @@ def convert_checkpoint(
         mesh = mesh or single_device()
         check_mesh(mesh, config)
         check_processes(mesh)
+        check_sizes(checkpoint, config)
         checkpoint.check(list(expected_tensors(config).values()))
         read_tokenizer(checkpoint.path, config)
         recorder = record_leaves(config)

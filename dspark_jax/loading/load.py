@@ -20,6 +20,7 @@ from dspark_jax.loading import expert_storage
 from dspark_jax.loading.description import describe
 from dspark_jax.loading.expert_storage import ExpertStorage
 from dspark_jax.loading.sources import ConvertedSource, LeafRecorder, OfficialSource
+from dspark_jax.loading.stated_sizes import check_sizes
 from dspark_jax.model.dspark import (
     MAX_SEQ_LEN,
     DSpark,
@@ -141,6 +142,7 @@ def _source(checkpoint, config: ModelConfig, numerics: Numerics, packed_experts:
     if isinstance(checkpoint, ConvertedCheckpoint):
         checkpoint.check(record_leaves(config).leaves.values())
         return ConvertedSource(checkpoint, numerics, packed_experts)
+    check_sizes(checkpoint, config)
     checkpoint.check(list(expected_tensors(config).values()))
     return OfficialSource(checkpoint, numerics, packed_experts)
 

@@ -25,6 +25,7 @@ from dspark_jax.loading.load import (
     record_leaves,
 )
 from dspark_jax.loading.parts import ORDER, part_of
+from dspark_jax.loading.stated_sizes import check_sizes
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.runtime.backend import require_device
 
@@ -228,6 +229,8 @@ def _config(
     if official and checkpoint.kind != "dspark":
         return config, f"the tensors show no DSpark draft module (kind: {checkpoint.kind})"
     try:
+        if official:
+            check_sizes(checkpoint, config)
         checkpoint.check(
             (expected_tensors(config) if official else record_leaves(config).leaves).values()
         )

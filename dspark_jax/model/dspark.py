@@ -97,7 +97,8 @@ def make_limits(
         ("max_seq_len", max_seq_len, MAX_POSITIONS),
         ("prefill_chunk", chunk, MAX_POSITIONS),
     ):
-        if not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not whole or not 1 <= value <= most:
             raise ConfigError(f"{name}: {value!r} is not an integer from 1 to {most}")
     rows = most_rows(config, int(chunk))
     group_width = config.num_attention_heads * config.head_dim // config.o_groups
