@@ -3,7 +3,7 @@
 #   make demo            text from the embedded checkpoint; PROMPT="..." to choose the prompt
 #   make test            the test suite
 #   make heavy           what it leaves out: whole runs on four devices, the full-size model compiled (the latter with EXTRAS=test,train,tpu-aot)
-#   make lint            ruff: what CI asks for; `make format` mends what can be mended
+#   make lint            ruff: what CI asks for; `make format` fixes what it can
 #   make parity          comparison with Hugging Face transformers (installs torch, CPU build pinned in pyproject.toml)
 #   make test-newest PYTHON=python3.13
 #                        the quick part of the suite on the newest jax that this Python can have, in .venv-newest
