@@ -171,6 +171,6 @@ def test_a_flag_like_no_other_has_no_hint(misused):
 
 
 def test_what_is_no_flag_is_not_taken_for_one(refused):
-    """Behind --, within a text, and the beginning of a flag, which stands for it."""
+    """After --, within a text, and the beginning of a flag, which stands for it."""
     for arguments in (["--", "--hi"], ["--hi there"], ["hi", "--max-n", "3"]):
         assert "temperature 1.0" in refused("generate", "--temp", "1", *arguments)

@@ -453,7 +453,7 @@ def test_bench_takes_the_gate_of_the_environment(model, capsys, monkeypatch):
 
 
 def test_costs(model, directory, monkeypatch):
-    """Behind a prompt that fills the cache, too: it is cut. Where two rounds do not fit, the error
+    """After a prompt that fills the cache, too: it is cut. Where two rounds do not fit, the error
     says so.
     """
     for prompt in ([1, 2, 3], [1] * MAX_SEQ_LEN):

@@ -1,5 +1,5 @@
-"""One round at a time, two streams at once, on the golden model in float mode: what it computes,
-commits, counts and leaves alone.
+"""One round at a time, two streams at once, in float mode: what it computes, commits, counts and
+leaves alone. The model is the golden one's last four layers, in `make heavy` all of it.
 
 Stream 0 continues golden prompt 0 (6 tokens), stream 1 golden prompt 1 (23). A script is right for
 stream 0 where it says so.
@@ -31,7 +31,7 @@ def program(graphdef, limits, mode):
 
 
 def step(model, mode, state, gate=OFF, stop_ids=NO_STOPS):
-    """One round: the state behind it, what it did, and the logits, all on the host, so that every
+    """One round: the state after it, what it did, and the logits, all on the host, so that every
     call finds its arguments alike.
     """
     config = jax.tree.map(
@@ -55,7 +55,7 @@ def prompts(expected_float):
 
 @pytest.fixture(scope="module")
 def start(float_model, prompts):
-    """The state behind the prompts, on the host."""
+    """The state after the prompts, on the host."""
     logits, _, caches = zip(*(dspark.prefill(float_model, prompt.tolist()) for prompt in prompts))
     last = np.stack([np.asarray(rows[0, -1]) for rows in logits])
     second, best = np.sort(last, axis=-1)[:, -2:].T
@@ -72,7 +72,7 @@ def start(float_model, prompts):
 
 @pytest.fixture(scope="module")
 def plain(model, start):
-    """Plain decoding: tokens [2, 30] and logits [2, 30, V] behind the anchor, and the state after
+    """Plain decoding: tokens [2, 30] and logits [2, 30, V] after the anchor, and the state after
     every step, the first one included.
     """
     tokens, logits, states = [], [], [start]
@@ -320,7 +320,7 @@ def test_where_a_stream_ends():
 
 @pytest.mark.parametrize("mode", ["sequential", "block"])
 def test_no_row_beyond_the_end_of_the_cache(model, start, mode):
-    """As many drafts as fit are verified and counted. (The keys behind such a position are not
+    """As many drafts as fit are verified and counted. (The keys before such a position are not
     those of its tokens; they need not be.)
     """
     for room in range(1, BLOCK + 3):

@@ -285,7 +285,7 @@ def check_last_vocabulary_shard(model, cache) -> None:
     order = np.arange(last + 1)
     order[[plain[0].argmax(), last]] = order[[last, plain[0].argmax()]]
     assert np.array_equal(logits, plain[:, order])
-    # A head row that points everywhere wins somewhere; behind the same predecessor only its own
+    # A head row that points everywhere wins somewhere; after the same predecessor only its own
     # logit changes.
     token = np.full(len(PROMPTS), 7, np.int32)
     own, strong = (

@@ -51,7 +51,7 @@ def scripted(model, tokens=(), confidence=(), tokenizer=None, nan_tokens=()):
     """A copy of the model with a script: tokens by position, OWN (or an end) for the drafter's own;
     confidence likewise, with NaN.
 
-    nan_tokens: ids whose embedding is NaN in the copy, so that the logits behind such a token are.
+    nan_tokens: ids whose embedding is NaN in the copy, which makes the logits after them NaN.
     """
     module = _copy(model.module)
     if not isinstance(module.drafter, ScriptedDrafter):

@@ -1,7 +1,7 @@
 """A damaged weight must show: any tensor of the main model that is NaN makes the logits NaN (the
 drafter's: test_generate_faults.py).
 
-Values that only choose (scores of the indexer and of the router) would else change the output
+Otherwise values that only choose (scores of the indexer and of the router) would change the output
 without a word.
 """
 

@@ -141,7 +141,7 @@ def test_confidences_are_summed_in_float32():
 
 
 def test_the_confidence_of_a_draft_that_is_not_finite_is_nan(golden_float, expected_float):
-    """Also where the damage lies behind the confidence head's input: in the norm of the logits, or
+    """Also where the confidence head's input is sound: the damage is in the norm of the logits, or
     in the Markov head of one token.
     """
     base, _ = draft_of(golden_float, expected_float)

@@ -52,7 +52,7 @@ def relative(actual, expected):
 
 @pytest.mark.parametrize("prompt", range(3))
 def test_forward_equals_prefill_and_decode(whole, played_float, expected_float, prompt):
-    """Also with other tokens behind: what comes later changes nothing."""
+    """Also with other tokens after them: what comes later changes nothing."""
     played, count = played_float[prompt], len(expected_float[f"p{prompt}.ids"])
     steps = whole.anchors[prompt, 1] - count
     for name in ("logits", "hidden"):
@@ -102,7 +102,7 @@ def test_draft_forward_equals_draft(whole, expected_float, case):
 
 @pytest.mark.parametrize("case", range(3))
 def test_draft_forward_at_another_anchor(whole, golden_float, case):
-    """Row 0 does not depend on what follows; anchors inside the first window, at its end and behind
+    """Row 0 does not depend on what follows; anchors inside the first window, at its end and after
     it.
     """
     anchor = int(whole.anchors[case, 0])

@@ -75,7 +75,7 @@ def made(text: str) -> list[tuple[tuple[int, ...], str]]:
 
 def test_finds_what_is_made():
     """The search sees the copy that an undonated update makes, and a pass over a whole donated
-    array that is no copy.
+    array that is not a copy.
     """
     update = jit(lambda a: (a.at[3].set(1.0), a)).lower(jnp.zeros((50, 7))).compile().as_text()
     assert ((7, 50), "copy") in made(update)
