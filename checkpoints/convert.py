@@ -43,6 +43,7 @@ from dspark_jax.checkpoints.orbax_io import (
     sha256,
     write_unit,
 )
+from dspark_jax.checkpoints.paths import expanded
 from dspark_jax.checkpoints.placing import Bounds, first_owners, place
 from dspark_jax.checkpoints.target import (
     LOCK,
@@ -91,7 +92,7 @@ def convert(
       damaged or changes.
     """
     quiet_orbax()
-    target, units = Path(target).expanduser(), plan_units(leaves, unit_bytes)
+    target, units = expanded(target), plan_units(leaves, unit_bytes)
     needed = sum(unit.nbytes for unit in units)
     state = {"format": FORMAT, "unit_bytes": unit_bytes, "source": fingerprint(checkpoint)}
     with lock(target):

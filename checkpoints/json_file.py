@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.checkpoints.errors import ConfigError
-from dspark_jax.checkpoints.paths import what_else
+from dspark_jax.checkpoints.paths import expanded, what_else
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """The object in config.json at `path` (the file or its directory). A key given twice is
     refused.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     path = path / "config.json" if path.is_dir() else path
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
@@ -22,7 +22,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         ) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if (other := _what_else(path)) is not None:
             raise ConfigError(f"{path}: this is {other}") from None
         raise ConfigError(f"{path}: not readable as JSON: {error}") from None

@@ -33,7 +33,7 @@ import numpy as np
 from dspark_jax.checkpoints.checksum import checksum
 from dspark_jax.checkpoints.errors import CheckpointError
 from dspark_jax.checkpoints.official import LONGEST_LIST, raise_checkpoint_error, read_config
-from dspark_jax.checkpoints.paths import INDEX, OWN_FILES, SINGLE, checkpoint_directory
+from dspark_jax.checkpoints.paths import INDEX, OWN_FILES, SINGLE, checkpoint_directory, expanded
 from dspark_jax.checkpoints.placing import Bounds
 from dspark_jax.checkpoints.units import Leaf, Piece, Unit, understand
 
@@ -174,7 +174,7 @@ def lost_files(path: Path, unit: str) -> list[str]:
 
 def is_converted(path: str | Path) -> bool:
     """Whether `path` is the place of a conversion, finished or not, whole or not."""
-    path = Path(path).expanduser()
+    path = expanded(path)
     path = path.parent if path.is_file() and path.name in OWN_FILES else path
     official = (path / SINGLE).exists() or (path / INDEX).exists()
     return (path / UNITS).is_dir() or (

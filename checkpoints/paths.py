@@ -9,6 +9,14 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OWN_FILES = (SINGLE, INDEX, "config.json", "tokenizer.json", "manifest.json", "conversion.json")
 
 
+def expanded(path: str | Path) -> Path:
+    """`path` with a leading "~" or "~name" replaced by that home, where there is such a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # no such user, or no home: then it is a name like any other
+        return Path(path)
+
+
 def checkpoint_directory(path: str | Path) -> Path:
     """The directory of the checkpoint at `path`: that directory, or one of a checkpoint's own files
     in it. "~" is the user's home.
@@ -16,7 +24,7 @@ def checkpoint_directory(path: str | Path) -> Path:
     Raises CheckpointError for what does not exist and for any other file, since it would be read
     without what belongs to it.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such checkpoint directory")
     if path.is_dir():

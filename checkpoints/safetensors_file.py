@@ -128,7 +128,7 @@ class SafetensorsFile:
             text = file.read(length)
         try:
             header = json.loads(text, object_pairs_hook=self._pairs)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return self._note(
                 f"the header is not JSON ({error}): the file is damaged or not a safetensors file"
             )

@@ -2,7 +2,7 @@
 
 import sys
 
-from dspark_jax.commands.main import entry
+from dspark_jax.commands.start import entry
 
 if __name__ == "__main__":
     sys.exit(entry())

@@ -128,9 +128,9 @@ def played_reference(golden_reference, expected_reference):
 
 
 @pytest.fixture(scope="session")
-def scripted_model(golden_reference):
-    """The golden model with activation quantisation and a drafter that says what a test wants."""
-    return scripted(golden_reference)
+def scripted_model(reference_model):
+    """With activation quantisation, and a drafter that says what a test wants."""
+    return scripted(reference_model)
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ whose .pth files are followed. It is built from a copy, as building leaves files
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -82,7 +82,7 @@ USE = """
 import importlib, json, os, site, sys
 where, packages, *directories = sys.argv[1:]
 site.addsitedir(where)
-sys.path.append(packages)
+sys.path += packages.split(os.pathsep)
 for directory in directories:
     os.chdir(directory)
     for name in [name for name in sys.modules if name.partition(".")[0] == "dspark_jax"]:
@@ -118,7 +118,7 @@ def colliding(directory: Path, way: str) -> Path:
 def test_files_of_the_working_directory_do_not_take_our_names(sources, installed, tmp_path, kind):
     """Without the .pth files of this environment (-S), where an editable install may be."""
     directories = [colliding(tmp_path / way, way) for way in WAYS]
-    packages = sysconfig.get_path("purelib")
+    packages = os.pathsep.join(p for p in sys.path if Path(p).name.endswith("-packages"))
     done = subprocess.run(
         [sys.executable, "-S", "-c", USE, installed[kind], packages, *directories],
         capture_output=True,

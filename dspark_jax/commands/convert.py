@@ -83,7 +83,7 @@ def _interruptible(progress: _Progress) -> Iterator[Callable[[int, int], None]]:
     """`progress`, shown; after Ctrl-C its next call, which comes between units, raises
     KeyboardInterrupt if nothing did before.
     """
-    with watch_interrupts() as interrupt, progress:
+    with watch_interrupts(at_once=False) as interrupt, progress:
 
         def checked(done: int, total: int) -> None:
             if interrupt.seen:

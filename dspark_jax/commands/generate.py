@@ -257,11 +257,17 @@ def _check_recording(args: argparse.Namespace, gate) -> None:
             "--record needs a speculative mode with the gate off, so that every round verifies "
             "the whole block"
         )
-    path = Path(args.record)
+    from dspark_jax.runtime import files
+
+    path = files.real_path(args.record)
     if not path.parent.is_dir():
         raise ConfigError(f"--record {path}: {path.parent} is not a directory")
     if path.is_dir():
         raise ConfigError(f"--record {path}: this is a directory; name a file in it")
+    try:
+        files.check_writable(path)
+    except OSError as error:
+        raise ConfigError(f"--record {path}: cannot be written ({error.strerror})") from None
     if args.max_new_tokens == 1:
         raise ConfigError(
             "--record with --max-new-tokens 1: the first token comes from the prompt alone, so "

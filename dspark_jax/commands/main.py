@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dspark_jax import __version__
 from dspark_jax.commands import bench, convert, generate, inspect_checkpoint, plan, replay
 from dspark_jax.commands.arguments import Parser
+from dspark_jax.commands.early_interrupt import ready
 from dspark_jax.commands.output import finish_output, give_up_output, guard_streams, status
 from dspark_jax.errors import ConfigError, DsparkError, PromptError
 
@@ -60,6 +61,7 @@ def _own_process() -> None:
 
         backend.require_equal_bits()
         compilation_cache.enable(own_process=True)
+    ready()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,14 +37,15 @@ def make_request(
     """
     options = max_new_tokens, mode, gate, temperature, top_k, top_p
     check_options(*options, model.config.dspark_block_size)
+    max_new_tokens = int(max_new_tokens)  # sums of small NumPy integers would wrap
     encoded = encode(model, prompts)
     _warn_of_two_beginnings(model, prompts, encoded)
     for i, ids in enumerate(encoded):
         _check_prompt(model, i, ids, max_new_tokens)
-    _warn_beyond_positions(model, max(map(len, encoded)) + int(max_new_tokens))
+    _warn_beyond_positions(model, max(map(len, encoded)) + max_new_tokens)
     return Request(
         tuple(tuple(int(t) for t in ids) for ids in encoded),
-        int(max_new_tokens),
+        max_new_tokens,
         mode,
         gate,
         _stop_ids(model, stop_token_ids),

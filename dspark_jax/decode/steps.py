@@ -20,6 +20,7 @@ from dspark_jax.model import cache as caches
 from dspark_jax.model import dspark
 from dspark_jax.model.cache import Cache
 from dspark_jax.model.drafter import Draft
+from dspark_jax.model.layers.rope import MAX_POSITIONS
 from dspark_jax.runtime.backend import jit
 from dspark_jax.runtime.settings import own_settings, under_own_settings
 from dspark_jax.runtime.sharding import (
@@ -97,6 +98,10 @@ def commit(cache: Cache, n) -> Cache:
     if isinstance(n, np.ndarray) and (n < 0).any():
         raise PromptError(
             f"commit: n {n.tolist()} must be 0 or more; a committed row cannot be taken back"
+        )
+    if isinstance(n, np.ndarray) and (n > MAX_POSITIONS).any():
+        raise PromptError(
+            f"commit: n {n.tolist()} is more than any cache holds ({MAX_POSITIONS} tokens)"
         )
     return caches.commit(cache, jnp.asarray(n, jnp.int32))
 

@@ -23,6 +23,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # Tokens of a piece that ends with U+FFFD for another reason than bytes still to come.
 _LONGEST_PIECE = 64
+# Tokens of a context, where its last ones give no text by themselves.
+_LONGEST_CONTEXT = 8
 
 
 def decode(model: Model, tokens: list[int]) -> str:
@@ -163,11 +165,22 @@ class _GeneralText:
         if unfinished and not settled and len(self._open) < _LONGEST_PIECE:
             return ""
         new = text[len(before) :]
-        # A piece that gives no text by itself, such as a blank that is stripped, is no context.
-        alone = bool(self._decode(self._open))
-        self._context = self._open if alone else self._context + self._open
+        self._context = self._next_context(bool(before))
         self._open = []
         return new
+
+    def _next_context(self, anchored: bool) -> list[int]:
+        """What is shown now, if it gives text by itself. A blank that is stripped, say, does not:
+        it is added to the context, up to a limit, so that a run of such tokens costs no more.
+
+        anchored: the present context gives text.
+        """
+        if self._decode(self._open):
+            return self._open
+        both = self._context + self._open
+        if len(both) <= _LONGEST_CONTEXT:
+            return both
+        return self._context if anchored else both[-_LONGEST_CONTEXT:]
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens) if tokens else ""

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.official import OfficialCheckpoint
 from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
-from dspark_jax.checkpoints.paths import checkpoint_directory
+from dspark_jax.checkpoints.paths import checkpoint_directory, what_else
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading import expert_storage
@@ -54,6 +54,10 @@ class Model:
     limits: Limits
     numerics: Numerics
     expert_storage: str
+
+    def __deepcopy__(self, memo) -> Model:
+        """Itself: nothing of a model changes, and its programs know it by its structure."""
+        return self
 
     def __repr__(self) -> str:
         return describe(self)
@@ -185,6 +189,9 @@ def read_tokenizer(path: Path, config: ModelConfig):
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises a bare Exception
+        other = what_else(file.read_bytes()[:64])
+        if other is not None:
+            raise CheckpointError(f"{file}: this is {other}") from None
         raise CheckpointError(f"{file}: not a readable tokenizer.json ({error})") from error
     # Left there by training, they would cut or fill up a prompt without a word.
     tokenizer.no_truncation()

@@ -1,7 +1,31 @@
 """Files that are written for the user: whole or not at all, where the user said."""
 
+import errno
 import os
 from pathlib import Path
+
+from dspark_jax.checkpoints.paths import expanded
+
+
+def real_path(path: str | Path) -> Path:
+    """Where a file would be written: "~" and links are followed."""
+    return Path(os.path.realpath(expanded(path)))
+
+
+def check_writable(path: str | Path) -> None:
+    """Raises OSError where `write_text` would, for another reason than a disk that is full."""
+    path = real_path(path)
+    if path.exists() and not path.is_file():
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return
+    unfinished = _unfinished(path)
+    unfinished.touch()
+    unfinished.unlink()
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".dspark-{os.getpid()}.partial")  # short: names have an end
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -10,12 +34,12 @@ def write_text(path: str | Path, text: str) -> None:
     A link is followed, so that what it points to is replaced and not the link. What is not a
     regular file, such as a pipe or /dev/stdout, is written to directly.
     """
-    path = Path(os.path.realpath(Path(path).expanduser()))
+    path = real_path(path)
     if path.exists() and not path.is_file():
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    unfinished = _unfinished(path)
     try:
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)

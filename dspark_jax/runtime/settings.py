@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
+from dspark_jax.errors import ConfigError
+
 # Context manager of jax -> the value that the library assumes. All of them are jax's defaults, so
 # that nothing is compiled twice where nothing was changed.
 _ASSUMED = {
@@ -38,12 +40,29 @@ _ASSUMED = {
 }
 
 
+# Settings that have no context manager; programs are written for the value here.
+_REQUIRED = {
+    "error_checking_behavior_nan": "ignore",
+    "error_checking_behavior_divide": "ignore",
+    "error_checking_behavior_oob": "ignore",
+}
+
+
 @contextlib.contextmanager
 def own_settings(mesh: Mesh | None = None) -> Iterator[None]:
     """Within it jax's settings are those that the library assumes.
 
+    Raises ConfigError for a setting under which nothing can be traced.
+
     mesh: takes the place of a mesh that the caller has set (`jax.set_mesh`), if there is one.
     """
+    for name, value in _REQUIRED.items():
+        current = getattr(jax.config, f"jax_{name}", value)
+        if current != value:
+            raise ConfigError(
+                f"jax_{name} is {current!r}, under which this library cannot be traced; set it to "
+                f"{value!r}: jax.config.update('jax_{name}', {value!r})"
+            )
     with contextlib.ExitStack() as stack:
         for name, value in _ASSUMED.items():
             # Some came with later releases, some may go; entering all of them would take 50 us.

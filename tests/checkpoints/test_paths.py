@@ -150,3 +150,18 @@ def test_a_header_edited_by_hand_is_still_checked(tmp_path):
     edit_header(tmp_path / "model.safetensors", lambda header: header.popitem())
     with pytest.raises(CheckpointError):
         OfficialCheckpoint.open(tmp_path)
+
+
+def test_nested_without_end_is_an_error_of_the_file(tmp_path):
+    write_small(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="config.json: not readable as JSON"):
+        read_json(tmp_path)
+
+
+def test_a_home_that_nobody_has_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~x").mkdir()
+    assert checkpoint_directory("./~x").name == "~x"
+    with pytest.raises(CheckpointError, match="~nosuchuser: no such checkpoint directory"):
+        checkpoint_directory("~nosuchuser")

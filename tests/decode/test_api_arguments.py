@@ -161,3 +161,19 @@ def test_commit_can_be_traced(caches):
     ]  # a list of traced numbers
     with pytest.raises(dspark.PromptError, match="does not fit a cache of 2 streams"):
         jax.eval_shape(dspark.commit, caches[2], np.array([2], np.int32))
+
+
+def test_small_numpy_integers_do_not_wrap(golden_float):
+    """240 + 40 as uint8 is 24: more than the cache holds was asked for without a word."""
+    import numpy as np
+
+    with pytest.raises(dspark.PromptError, match="together exceed max_seq_len 128"):
+        dspark.generate(golden_float, [5] * 100, np.uint8(200))
+    with pytest.raises(dspark.PromptError, match="200 tokens and max_new_tokens 50"):
+        dspark.generate(golden_float, [5] * 200, np.int8(50))
+
+
+@pytest.mark.parametrize("n", [2**33, 2**31, 10**7])
+def test_commit_refuses_what_no_cache_holds(golden_float, n):
+    with pytest.raises(dspark.PromptError, match="more than any cache holds"):
+        dspark.commit(dspark.new_cache(golden_float), [n])

@@ -18,6 +18,8 @@ from dspark_jax.model.drafter import Draft, Drafter
 from dspark_jax.model.dspark_drafter import DSparkDrafter
 from dspark_jax.runtime.sharding import cache_specs, make_mesh
 
+from helpers.quick import compiled_quickly
+
 LENGTH = 60
 
 
@@ -50,19 +52,28 @@ class LookUp(nnx.Module):
         return Draft(tokens, logits, jnp.where(known, 2.0, -2.0))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with compiled_quickly():
+        yield
+
+
 @pytest.fixture
-def looking_up(golden_reference, monkeypatch):
+def looking_up(short_reference, monkeypatch):
     monkeypatch.setattr(model_of, "drafter_class", lambda config: LookUp)
-    graphdef, state = nnx.split(golden_reference.module)
+    graphdef, state = nnx.split(short_reference.module)
     module = nnx.merge(graphdef, state)
-    module.drafter = LookUp(golden_reference.config)
-    return dataclasses.replace(golden_reference, module=module)
+    module.drafter = LookUp(short_reference.config)
+    return dataclasses.replace(short_reference, module=module)
 
 
 @pytest.mark.parametrize("mode", ["sequential", "block"])
-def test_another_drafter_runs_and_changes_no_token(looking_up, plain, prompts, mode):
-    prompt = prompts[0] + plain[0][:LENGTH]  # so that there is something to look up
-    expected = dspark.generate(looking_up, prompt, 10, "plain", stop_token_ids=[]).tokens
+def test_another_drafter_runs_and_changes_no_token(looking_up, prompts, mode):
+    def plain(prompt, length):
+        return dspark.generate(looking_up, prompt, length, "plain", stop_token_ids=[]).tokens
+
+    prompt = prompts[0] + plain(prompts[0], LENGTH)[0]  # so that there is something to look up
+    expected = plain(prompt, 10)
     out = dspark.generate(looking_up, prompt, 10, mode, stop_token_ids=[])
     assert out.tokens == expected
     assert out.stats["proposed"] > 0

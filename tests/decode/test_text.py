@@ -132,3 +132,13 @@ class Counting:
     def decode(self, tokens):
         self.tokens += len(tokens)
         return self._tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("name", ["llama", "metaspace", "none"])
+@pytest.mark.parametrize("token", [BLANK, 9_999], ids=["blank", "outside"])
+def test_tokens_without_text_of_their_own_cost_no_more_either(name, token):
+    counted = Counting(tokenizer_with(DECODERS[name]))
+    text = IncrementalText(Has(counted))
+    shown = "".join(text.add([token], last=i == 1_999) for i in range(2_000))
+    assert shown == tokenizer_with(DECODERS[name]).decode([token] * 2_000)
+    assert counted.tokens <= 40 * 2_000

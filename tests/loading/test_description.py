@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import jax
+import pytest
 
 from dspark_jax.loading.description import parts
 from dspark_jax.loading.summary import inspect_checkpoint
@@ -60,3 +61,19 @@ def test_a_tokenizers_own_limits_do_not_change_requests(golden_float, tmp_path):
     read = read_tokenizer(tmp_path, golden_float.config)
     model = dataclasses.replace(golden_float, tokenizer=read)
     assert encode(model, "eleven char") == [list(b"eleven char")]
+
+
+def test_a_copy_runs(golden_float):
+    """Programs know a model by its structure, which a copied module would not have."""
+    import copy
+
+    assert copy.deepcopy(golden_float) is golden_float
+
+
+def test_a_tokenizer_that_is_a_pointer_is_called_that(golden_float, tmp_path):
+    from dspark_jax.errors import CheckpointError
+    from dspark_jax.loading.load import read_tokenizer
+
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match="tokenizer.json: this is a Git LFS pointer"):
+        read_tokenizer(tmp_path, golden_float.config)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dspark_jax.runtime.files import write_text
+from dspark_jax.runtime.files import check_writable, write_text
 
 
 def test_a_new_file_and_one_that_is_there(tmp_path):
@@ -50,3 +50,21 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_text(tmp_path / "file", "new")
     assert (tmp_path / "file").read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_whether_a_file_can_be_written_is_known_before(tmp_path):
+    check_writable(tmp_path / "new")
+    check_writable(tmp_path / ("n" * 250))  # the unfinished file has a short name
+    check_writable("/dev/null")
+    assert os.listdir(tmp_path) == []
+    for path in ("/proc/new.json", tmp_path / "nothing" / "new"):
+        with pytest.raises(OSError):
+            check_writable(path)
+
+
+def test_a_home_is_found_and_an_unknown_one_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write_text("~/file", "home")
+    write_text("~nosuchuser", "here")
+    assert sorted(os.listdir(tmp_path)) == ["file", "~nosuchuser"]

@@ -3,7 +3,6 @@ as it was.
 """
 
 import contextlib
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,10 @@ from jax.sharding import AxisType
 
 import dspark_jax as dspark
 from dspark_jax.runtime.settings import _ASSUMED, own_settings
+
+from helpers.quick import compiled_quickly
+from helpers.small_model import write_small_checkpoint
+from helpers.support import golden_model
 
 OTHER = {
     "x64": lambda: jax.enable_x64(True),
@@ -35,12 +38,29 @@ OTHER = {
 }
 
 
+PROMPT = [7, 200, 31, 4, 99, 100]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """The bits of one program are compared with those of the same program."""
+    with compiled_quickly():
+        yield
+
+
 @pytest.fixture(scope="module")
-def as_usual(golden_float, prompts):
-    return everything(golden_float, prompts[0])
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("small")
+    write_small_checkpoint(path)
+    return dspark.load(path, max_seq_len=64)
 
 
-def everything(model, prompt) -> list[np.ndarray]:
+@pytest.fixture(scope="module")
+def as_usual(model):
+    return everything(model)
+
+
+def everything(model, prompt=PROMPT) -> list[np.ndarray]:
     """What the public functions return, without those that compile programs of their own."""
     out = dspark.generate(model, prompt, 12, "block", stop_token_ids=[])
     events = list(dspark.stream(model, prompt, 12, "block", stop_token_ids=[]))
@@ -54,25 +74,24 @@ def everything(model, prompt) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("setting", OTHER)
-def test_the_same_bits_under_any_setting(golden_float, prompts, as_usual, setting):
+def test_the_same_bits_under_any_setting(model, as_usual, setting):
     with OTHER[setting]():
-        here = everything(golden_float, prompts[0])
+        here = everything(model)
     for usual, value in zip(as_usual, here, strict=True):
         assert value.dtype == usual.dtype and np.array_equal(value, usual)
 
 
 def test_a_model_loaded_under_other_settings_is_the_same(golden_float):
-    load = importlib.import_module("helpers.support").golden_model
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        model = load(activation_quant=False)
+        model = golden_model(activation_quant=False)
     here, usual = (jax.tree.leaves(m.split[1]) for m in (model, golden_float))
     for a, b in zip(here, usual, strict=True):
         assert a.dtype == b.dtype and np.array_equal(a, b)
 
 
-def test_between_the_events_of_a_stream_the_setting_is_the_callers(golden_float, prompts):
+def test_between_the_events_of_a_stream_the_setting_is_the_callers(model):
     with jax.enable_x64(True):
-        for _ in dspark.stream(golden_float, prompts[0], 12, "block", stop_token_ids=[]):
+        for _ in dspark.stream(model, PROMPT, 12, "block", stop_token_ids=[]):
             assert jnp.arange(2).dtype == np.int64
     assert jnp.arange(2).dtype == np.int32
 
@@ -90,3 +109,14 @@ def test_settings_come_back_after_an_error():
             assert jnp.arange(2).dtype == np.int32
             raise ZeroDivisionError
     assert jnp.arange(2).dtype == np.int32
+
+
+@pytest.mark.parametrize("kind", ["nan", "divide", "oob"])
+def test_a_setting_that_cannot_be_replaced_is_one_error(model, kind):
+    name = f"jax_error_checking_behavior_{kind}"
+    jax.config.update(name, "raise")
+    try:
+        with pytest.raises(dspark.ConfigError, match=f"{name} is 'raise'.*set it to 'ignore'"):
+            dspark.prefill(model, [1, 2])
+    finally:
+        jax.config.update(name, "ignore")
