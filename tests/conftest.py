@@ -14,7 +14,8 @@ import dspark_jax as dspark
 from helpers.golden_parts import play
 from helpers.round_parts import compilations, scripted
 from helpers.short_model import short_model
-from helpers.support import golden_arrays, golden_model
+from helpers.small_model import write_small_checkpoint
+from helpers.support import MAX_SEQ_LEN, golden_arrays, golden_model
 
 # Each line is run by one process. What takes longest begins first; files that are not named follow,
 # each on its own.
@@ -99,6 +100,14 @@ def float_model(request):
 @pytest.fixture(scope="session", params=MODELS)
 def reference_model(request):
     return request.getfixturevalue(f"{request.param}_reference")
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """Of one layer, for tests of what surrounds a model."""
+    path = tmp_path_factory.mktemp("small")
+    write_small_checkpoint(path)
+    return dspark.load(path, max_seq_len=MAX_SEQ_LEN)
 
 
 @pytest.fixture(scope="session")

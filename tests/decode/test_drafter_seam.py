@@ -59,12 +59,12 @@ def quick():
 
 
 @pytest.fixture
-def looking_up(short_reference, monkeypatch):
+def looking_up(small_model, monkeypatch):
     monkeypatch.setattr(model_of, "drafter_class", lambda config: LookUp)
-    graphdef, state = nnx.split(short_reference.module)
+    graphdef, state = nnx.split(small_model.module)
     module = nnx.merge(graphdef, state)
-    module.drafter = LookUp(short_reference.config)
-    return dataclasses.replace(short_reference, module=module)
+    module.drafter = LookUp(small_model.config)
+    return dataclasses.replace(small_model, module=module)
 
 
 @pytest.mark.parametrize("mode", ["sequential", "block"])

@@ -14,7 +14,6 @@ import dspark_jax as dspark
 from dspark_jax.runtime.settings import _ASSUMED, own_settings
 
 from helpers.quick import compiled_quickly
-from helpers.small_model import write_small_checkpoint
 from helpers.support import golden_model
 
 OTHER = {
@@ -49,15 +48,8 @@ def quick():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("small")
-    write_small_checkpoint(path)
-    return dspark.load(path, max_seq_len=64)
-
-
-@pytest.fixture(scope="module")
-def as_usual(model):
-    return everything(model)
+def as_usual(small_model):
+    return everything(small_model)
 
 
 def everything(model, prompt=PROMPT) -> list[np.ndarray]:
@@ -74,9 +66,9 @@ def everything(model, prompt=PROMPT) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("setting", OTHER)
-def test_the_same_bits_under_any_setting(model, as_usual, setting):
+def test_the_same_bits_under_any_setting(small_model, as_usual, setting):
     with OTHER[setting]():
-        here = everything(model)
+        here = everything(small_model)
     for usual, value in zip(as_usual, here, strict=True):
         assert value.dtype == usual.dtype and np.array_equal(value, usual)
 
@@ -89,9 +81,9 @@ def test_a_model_loaded_under_other_settings_is_the_same(golden_float):
         assert a.dtype == b.dtype and np.array_equal(a, b)
 
 
-def test_between_the_events_of_a_stream_the_setting_is_the_callers(model):
+def test_between_the_events_of_a_stream_the_setting_is_the_callers(small_model):
     with jax.enable_x64(True):
-        for _ in dspark.stream(model, PROMPT, 12, "block", stop_token_ids=[]):
+        for _ in dspark.stream(small_model, PROMPT, 12, "block", stop_token_ids=[]):
             assert jnp.arange(2).dtype == np.int64
     assert jnp.arange(2).dtype == np.int32
 
@@ -112,11 +104,11 @@ def test_settings_come_back_after_an_error():
 
 
 @pytest.mark.parametrize("kind", ["nan", "divide", "oob"])
-def test_a_setting_that_cannot_be_replaced_is_one_error(model, kind):
+def test_a_setting_that_cannot_be_replaced_is_one_error(small_model, kind):
     name = f"jax_error_checking_behavior_{kind}"
     jax.config.update(name, "raise")
     try:
         with pytest.raises(dspark.ConfigError, match=f"{name} is 'raise'.*set it to 'ignore'"):
-            dspark.prefill(model, [1, 2])
+            dspark.prefill(small_model, [1, 2])
     finally:
         jax.config.update(name, "ignore")
