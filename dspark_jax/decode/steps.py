@@ -76,7 +76,6 @@ def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Ar
     return logits[:, : tokens.shape[1]], hidden[:, : tokens.shape[1]], cache
 
 
-@own_settings()
 def commit(cache: Cache, n) -> Cache:
     """Adds n [B] to the position and does nothing else; 0 <= n <= the valid rows of the last
     extend.
@@ -84,6 +83,16 @@ def commit(cache: Cache, n) -> Cache:
     Raises PromptError for another shape, for what is no integer, and for a negative number that the
       host knows.
     """
+    with own_settings(_mesh_of(cache)):
+        return _commit(cache, n)
+
+
+def _mesh_of(cache: Cache) -> Mesh | None:
+    """The mesh that a cache lies on; None while it is traced."""
+    return getattr(getattr(cache.position, "sharding", None), "mesh", None)
+
+
+def _commit(cache: Cache, n) -> Cache:
     if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(n)):
         n = jnp.asarray(n)
     elif not isinstance(n, jax.Array):  # what the device holds is not waited for
