@@ -23,3 +23,9 @@ def ready() -> None:
     """From now on Ctrl-C raises KeyboardInterrupt, as usual."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def over() -> None:
+    """All is said and done: Ctrl-C while the interpreter shuts down would change the status."""
+    if signal.getsignal(signal.SIGINT) in (leave, signal.default_int_handler):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,7 +2,7 @@
 
 import sys
 
-from dspark_jax.commands.early_interrupt import begin
+from dspark_jax.commands.early_interrupt import begin, over
 
 
 def entry() -> int:
@@ -10,7 +10,10 @@ def entry() -> int:
     begin()
     from dspark_jax.commands import main
 
-    return main.entry()
+    try:
+        return main.entry()
+    finally:
+        over()
 
 
 if __name__ == "__main__":
