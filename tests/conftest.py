@@ -39,11 +39,12 @@ TOGETHER = (
         "test_convert_processes",
         "test_damaged_conversions",
         "test_inspect_converted",
+        "test_paths",
     ),
     ("test_compile",),
     ("test_train",),
     ("test_tiny",),
-    ("test_cli",),
+    ("test_cli", "test_drafter_seam", "test_settings"),
     ("test_matrix",),
 )
 LINES = {name: number for number, names in enumerate(TOGETHER) for name in names}

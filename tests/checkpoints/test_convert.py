@@ -97,6 +97,7 @@ def test_loads_like_the_official_directory(source, converted):
     )
 
 
+@pytest.mark.heavy
 def test_memory_is_bounded(source, tmp_path):
     """Beyond what the mesh holds (nothing while converting), 1.5 times the largest tensor."""
     parts.write_source(tmp_path / "larger", parts.larger_config())

@@ -115,7 +115,12 @@ def narrow(path) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("name", ["a[1]", "what?", "*"])
+HEAVY = pytest.mark.heavy
+
+
+@pytest.mark.parametrize(
+    "name", ["a[1]", pytest.param("what?", marks=HEAVY), pytest.param("*", marks=HEAVY)]
+)
 def test_a_name_that_reads_as_a_pattern_is_a_name(tmp_path, name, source, monkeypatch):
     target = tmp_path / name
     parts.convert(source, target)

@@ -17,7 +17,6 @@ from dspark_jax.checkpoints.tensor_spec import TensorSpec
 
 from helpers import official_table
 from helpers.official_files import CONFIG, SPECS
-from helpers.quick import compiled_quickly
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +84,7 @@ def test_bounded_memory(tmp_path, monkeypatch):
     assert peak < 16 << 20, f"{peak:,} bytes for tensors of 41, 20 and 10 MB"
 
 
+@pytest.mark.heavy
 def test_a_model_made_of_one_runs(tmp_path):
     config = dataclasses.replace(
         CONFIG,
@@ -94,9 +94,8 @@ def test_a_model_made_of_one_runs(tmp_path):
         dspark_target_layer_ids=(1,),
     )
     write_synthetic(tmp_path, config.to_dict(), official_table.expected(config))
-    with compiled_quickly():
-        model = dspark.load(tmp_path, max_seq_len=64)
-        logits, hidden, _ = dspark.prefill(model, list(range(3, 30)))
+    model = dspark.load(tmp_path, max_seq_len=64)
+    logits, hidden, _ = dspark.prefill(model, list(range(3, 30)))
     logits, hidden = np.asarray(logits), np.asarray(hidden)
     assert np.isfinite(logits).all() and np.isfinite(hidden).all()
     assert 0.3 < logits.std() < 3 and 0.05 < hidden.std() < 50

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import dspark_jax as dspark
-from dspark_jax.commands.bench import PROMPTS
 from dspark_jax.train.measure import PROMPTS as MEASURED
+
+from helpers.quick import compiled_quickly
 
 COUNTING = {
     "1 2 3 4 5 6 7": range(8, 20),
@@ -20,6 +21,12 @@ CYCLES = (
     "north east south west north east south west",
     "one two three one two three one two three",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with compiled_quickly():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +77,3 @@ def test_confidence_tells_accepted_drafts_from_rejected_ones(repetition):
     ]
     scores, accepted = (np.array(values) for values in zip(*judged))
     assert np.mean(scores[accepted][:, None] > scores[~accepted]) > 0.7
-
-
-@pytest.mark.parametrize("mode", ["plain", pytest.param("sequential", marks=pytest.mark.heavy)])
-@pytest.mark.parametrize("kind", PROMPTS)
-def test_all_modes_give_the_same_tokens_in_fewer_rounds(tiny, kind, mode):
-    """A plain decode of this model carries two rows a step, and a block six."""
-    assert tiny.limits.decode_rows == 2
-    out, block = (
-        dspark.generate(tiny, PROMPTS[kind], 48, way, stop_token_ids=[]) for way in (mode, "block")
-    )
-    assert out.tokens == block.tokens and block.stats["rounds"] <= 47 / 2

@@ -323,6 +323,9 @@ def test_ctrl_c_before_the_first_token_has_a_summary(command, monkeypatch):
     assert "0 tokens in 0.00 s, 0.0 tok/s (block, ended by interrupted" in err
 
 
+QUICK = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
 def test_sigint(directory):
     """A real signal to a real process, once it has begun to write; it could go on for 60,000
     tokens.
@@ -345,7 +348,7 @@ def test_sigint(directory):
         [sys.executable, "-m", "dspark_jax.commands.main", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | QUICK,
         cwd=GOLDENS.parents[1],
     )
     try:

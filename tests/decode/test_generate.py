@@ -194,7 +194,7 @@ def test_length_is_exact(model, prompts, plain, mode):
 
 
 def test_default_stop_tokens_are_those_of_the_config(model, prompts, plain):
-    ends = plain[0][20], plain[1][9]
+    ends = plain[0][20], plain[1][9], plain[2][15]
     model = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_token_id=ends))
     cut = [next((t for t, token in enumerate(stream) if token in ends), None) for stream in plain]
     out = dspark.generate(model, prompts, 75)

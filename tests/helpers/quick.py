@@ -11,11 +11,10 @@ import unittest.mock
 from dspark_jax.decode import engine, steps
 from dspark_jax.runtime import backend
 
-CACHES = (
-    (engine, "_programs"),
-    (engine, "_jitted_prefill"),
-    (steps, "_compiled"),
-)
+CACHES = [
+    (module, name, functools.cache(getattr(module, name).__wrapped__))
+    for module, name in ((engine, "_programs"), (engine, "_jitted_prefill"), (steps, "_compiled"))
+]
 
 
 def quick_options() -> dict:
@@ -25,13 +24,13 @@ def quick_options() -> dict:
 
 @contextlib.contextmanager
 def compiled_quickly():
-    """Within it, all programs of the library are; none of them is used outside, nor one from
-    outside within.
+    """Within it, all programs of the library are. None of them is used outside, nor one from
+    outside within; the next time in this process they are there.
     """
     options = quick_options()
     with contextlib.ExitStack() as stack:
         replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
         replace(backend, "compiler_options", lambda: options)
-        for module, name in CACHES:
-            replace(module, name, functools.cache(getattr(module, name).__wrapped__))
+        for module, name, cached in CACHES:
+            replace(module, name, cached)
         yield

@@ -40,8 +40,8 @@ def in_make_test(name, regime, case, activation_quant) -> bool:
     return (case, activation_quant) in (
         ("tile edges", True),
         ("foreign experts", False),
-        *([("prefill tile edges", False)] if regime == "prefill" else []),
-        *([("real width", True)] if regime == "decode" and name in ("tpu", "gpu") else []),
+        *([("prefill tile edges", False)] if (name, regime) == ("xla-columns", "prefill") else []),
+        *([("real width", True)] if (name, regime) == ("tpu", "decode") else []),
     )
 
 

@@ -116,6 +116,7 @@ def test_mixed_chunks(plain):
     assert_chunking(plain, lambda call: sizes[call])
 
 
+@pytest.mark.heavy
 def test_prefill_chunk(plain):
     """Another prefill_chunk, which divides neither ratio, window nor prompt; the same rings."""
     logits, hidden, cache = dspark.prefill(

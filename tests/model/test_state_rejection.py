@@ -5,6 +5,8 @@ Many cases run as streams of one batch, so that a full product costs a hundred c
 The rings are as small as the library makes them for the width in use: `rows` is the widest call.
 """
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -29,7 +31,8 @@ WINDOW, RATIO, BLOCK = (
 )  # of the golden config: sliding_window, the larger ratio, dspark_block_size + 1
 STARTS = range(2 * RATIO + WINDOW + 1)
 FOLLOWING = 2 * RATIO
-LONGEST = 8  # rows of the longest overshoot
+LONGEST = 8  # rows of the longest overshoot: two more than a verify block
+LENGTH = 80  # tokens of a clean stream
 GROUPS = 11
 BATCH = (
     len(STARTS) // GROUPS * 42
@@ -42,7 +45,8 @@ class Clean:
     """
 
     def __init__(self, model, batch: int, length: int, width: int):
-        self.model, self.width, self.tokens = model, width, random_tokens(1, length)
+        self.model, self.width, self.batch = model, width, batch
+        self.tokens = random_tokens(1, length)
         tokens = np.broadcast_to(self.tokens, (batch, length))
         ends = np.minimum(np.arange(batch), length)  # stream n is the first n tokens
         fed = feed(model, dspark.new_cache(model, batch), tokens, ends, width, width)
@@ -88,15 +92,15 @@ class Clean:
         return np.flatnonzero(wrong).tolist(), self.wrong_state(fed.cache)
 
 
-@pytest.fixture(scope="module")
-def tight(float_model):
-    """Float mode, the rings made for calls of one verify block."""
-    return with_limits(float_model, rows=BLOCK)
+@functools.cache
+def clean_blocks(model) -> Clean:
+    """The rings are made for calls of one verify block."""
+    return Clean(with_limits(model, rows=BLOCK), BATCH, LENGTH, BLOCK)
 
 
 @pytest.fixture(scope="module")
-def clean(tight):
-    return Clean(tight, BATCH, STARTS[-1] + BLOCK + FOLLOWING, BLOCK)
+def clean(float_model):
+    return clean_blocks(float_model)
 
 
 def junk(tokens, accepted, seed: int) -> np.ndarray:
@@ -109,9 +113,10 @@ def junk(tokens, accepted, seed: int) -> np.ndarray:
 
 def reject(clean, cases):
     """Runs cases (start, width, accepted) with two junk suffixes each, checks the accepted rows,
-    commits them -> cache.
+    commits them -> cache. As many cases as make a batch: some run again.
     """
-    starts, widths, accepted = np.repeat(np.array(cases, np.int32), 2, axis=0).T
+    cases = np.resize(np.array(cases, np.int32), (clean.batch // 2, 3))
+    starts, widths, accepted = np.repeat(cases, 2, axis=0).T
     cache, tokens = clean.at(starts)
     block = block_at(tokens, starts, clean.width)
     first, second = (junk(block, accepted, seed) for seed in (2, 3))
@@ -143,42 +148,45 @@ def test_junk_suffix_leaves_no_trace(clean, group):
     assert clean.wrong_steps(cache, singles=BLOCK, total=FOLLOWING) == ([], {})
 
 
-@pytest.fixture(scope="module")
-def clean_reference(reference_model):
-    """Reference mode, the rings made for calls of LONGEST rows: they wrap at 24 (windows) and 16
-    (compressor inputs).
+@pytest.fixture(scope="module", params=["short", pytest.param("golden", marks=pytest.mark.heavy)])
+def blocks(request):
+    """What `make test` has at hand; on the golden model reference mode, and rings made for calls of
+    LONGEST rows, which wrap at 24 (windows) and 16 (compressor inputs).
     """
-    return Clean(with_limits(reference_model, rows=LONGEST), 128, 80, LONGEST)
+    if request.param == "short":
+        return clean_blocks(request.getfixturevalue("short_float"))
+    model = request.getfixturevalue("golden_reference")
+    return Clean(with_limits(model, rows=LONGEST), 128, LENGTH, LONGEST)
 
 
 @pytest.mark.parametrize("first", range(0, 40, 8))
-def test_block_transaction(clean_reference, first):
+def test_block_transaction(blocks, first):
     """Two blocks with one accepted prefix leave one committed state: every prefix length, every
     alignment, every wrap of a ring.
 
-    The blocks have LONGEST rows, two more than a verify block of the golden config, so that the
-    rings have no slot to spare.
+    The blocks have as many rows as the rings were made for, which have no slot to spare.
     """
     cases = [
-        (start, LONGEST, accepted)
+        (start, blocks.width, accepted)
         for start in range(first, first + 8)
-        for accepted in range(LONGEST)
+        for accepted in range(blocks.width)
     ]
-    cache = reject(clean_reference, cases)
-    state, pairs = committed(cache, clean_reference.model.config), np.arange(0, 2 * len(cases), 2)
+    cache = reject(blocks, cases)
+    state, pairs = committed(cache, blocks.model.config), np.arange(0, blocks.batch, 2)
     assert different_state(pick(state, pairs), pick(state, pairs + 1)) == {}
-    assert clean_reference.wrong_state(cache) == {}
+    assert blocks.wrong_state(cache) == {}
 
 
-def test_overshoot_is_overwritten(clean_reference):
-    """Overwrite safety: 1, 2, 3, 4, 5 or 8 rows never committed, at 21 positions around the wraps,
-    then on as if nothing was.
+def test_overshoot_is_overwritten(blocks):
+    """Overwrite safety: 1 to 5 rows and a whole call never committed, at 21 positions around the
+    wraps, then on as if nothing was.
     """
     overshoot, starts = (
-        np.resize(a, 128) for a in np.meshgrid((1, 2, 3, 4, 5, 8), np.arange(10, 31))
+        np.resize(a, blocks.batch)
+        for a in np.meshgrid((1, 2, 3, 4, 5, blocks.width), np.arange(10, 31))
     )
-    cache, tokens = clean_reference.at(starts)
-    wrong = junk(block_at(tokens, starts, LONGEST), np.zeros_like(starts), seed=2)
-    cache = dspark.extend(clean_reference.model, cache, wrong, overshoot)[2]
-    assert clean_reference.wrong_state(cache) == {}
-    assert clean_reference.wrong_steps(cache, singles=LONGEST, total=40) == ([], {})
+    cache, tokens = blocks.at(starts)
+    wrong = junk(block_at(tokens, starts, blocks.width), np.zeros_like(starts), seed=2)
+    cache = dspark.extend(blocks.model, cache, wrong, overshoot)[2]
+    assert blocks.wrong_state(cache) == {}
+    assert blocks.wrong_steps(cache, singles=blocks.width, total=40) == ([], {})

@@ -181,6 +181,7 @@ def test_rings_are_as_large_as_needed(tight):
     assert aliased_starts(tight, dspark.new_cache(tight, BATCH)) == []
 
 
+@pytest.mark.heavy
 def test_one_slot_fewer_shows(tight):
     """Rings of one slot fewer than a call of BLOCK rows needs: from the first wrap on, rows see
     what must be hidden.

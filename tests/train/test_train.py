@@ -138,6 +138,7 @@ def test_every_main_parameter_gets_a_gradient(main, gradients):
     assert still(grads) == router_biases(grads) != set()
 
 
+@pytest.mark.heavy
 def test_every_drafter_parameter_gets_a_gradient(main, corpus):
     parts, twin, _ = drafter_stage.build(CONFIG, 0)
     model = main[0].module(main[0].values)
@@ -309,6 +310,7 @@ def test_loss_of_a_quantised_step_is_the_shipped_models(main, gradients, exporte
     assert float(trained) != pytest.approx(float(wrong), rel=1e-4)
 
 
+@pytest.mark.heavy
 def test_draft_targets_are_the_main_models_choices(main):
     """A draft counts until the text leaves the main model's way, computed position by position."""
     model = main[0].module(main[0].values)
