@@ -76,6 +76,7 @@ def test_orbax_alone_restores_a_unit(converted, held):
         assert (array.dtype.name, array.shape, np.asarray(array).tobytes()) == held[name]
 
 
+@pytest.mark.heavy
 def test_every_mesh_gives_the_bits_of_the_official_checkpoint(source, tmp_path):
     outcome = parts.result(parts.start(8, "meshes", source, tmp_path / "saved_on_4"))
     assert outcome["wrong"] == [] and outcome["count"] > 500

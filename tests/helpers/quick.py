@@ -8,6 +8,8 @@ import contextlib
 import functools
 import unittest.mock
 
+import jax
+
 from dspark_jax.decode import engine, steps
 from dspark_jax.runtime import backend
 
@@ -20,6 +22,10 @@ CACHES = [
 def quick_options() -> dict:
     """Options for `jax.jit`: this backend's own, and no optimisation."""
     return {**(backend.compiler_options() or {}), "xla_backend_optimization_level": 0}
+
+
+def quick_jit(function, **options):
+    return jax.jit(function, compiler_options=quick_options(), **options)
 
 
 @contextlib.contextmanager

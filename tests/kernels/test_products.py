@@ -47,7 +47,7 @@ def plain(x, parameter):
 UNSPLIT = {2: (4096, 128), 4: (1024, 256), 16: (1024, 256)}
 
 
-@pytest.mark.parametrize("cores", [2, 4, pytest.param(16, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("cores", [2, *(pytest.param(n, marks=pytest.mark.heavy) for n in (4, 16))])
 def test_rows_do_not_depend_on_their_number(cores):
     program = (
         "import test_products as t; print([t.row_counts_that_differ(s, t.dot) for s in t.SHAPES]); "

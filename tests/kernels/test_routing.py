@@ -10,7 +10,7 @@ from cases import BACKENDS, LIMIT, compiler, dequantised, make_call, routes, run
 
 from dspark_jax.pallas_kernels import Experts, moe_fp4, routing
 
-from helpers.quick import quick_options
+from helpers.quick import quick_jit
 
 
 def plain_schedule(ids, mask, first_expert, experts, tile):
@@ -40,10 +40,9 @@ def test_schedule(monkeypatch, largest_comparison, rows, active, experts, held, 
     mask = np.random.default_rng(1).random(rows) < 0.8
     plan = jax.tree.map(
         np.asarray,
-        jax.jit(
-            lambda i, m: routing.schedule(i, m, routing.Held(first, held, 2), tile),
-            compiler_options=quick_options(),
-        )(ids, mask),
+        quick_jit(lambda i, m: routing.schedule(i, m, routing.Held(first, held, 2), tile))(
+            ids, mask
+        ),
     )
     expected = plain_schedule(ids, mask, first, held, tile)
     assert (
@@ -88,8 +87,7 @@ def test_gradients_equal_those_of_the_reference():
             )
             return jnp.sum(jnp.sin(y))
 
-        gradients = jax.grad(value, argnums=(0, 1, 2, 3))
-        return jax.jit(gradients, compiler_options=quick_options())
+        return quick_jit(jax.grad(value, argnums=(0, 1, 2, 3)))
 
     clean = np.where(
         call.mask[:, None], call.weights, 0
@@ -105,9 +103,12 @@ def test_gradients_equal_those_of_the_reference():
     )
 
 
-# Dequantised experts that are not held columns first are wide ones.
+IN_MAKE_TEST = ("reference", "xla-columns", "xla-packed", "tpu")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.heavy if n == "xla" else ()) for n in BACKENDS]
+    "name",
+    [pytest.param(n, marks=() if n in IN_MAKE_TEST else pytest.mark.heavy) for n in BACKENDS],
 )
 def test_a_table_may_hold_more(name):
     """The experts of one layer among those of a stack: the same bits as alone, at any place."""

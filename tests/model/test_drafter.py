@@ -220,9 +220,8 @@ def draft_from_rings(runner, model, rings, position, token):
     return runner(draft_parts, CONFIG, model.module, rings, position, token)["draft"].logits[0]
 
 
-@pytest.mark.parametrize(
-    "mistake", [compressed_table, pytest.param(causal_block, marks=pytest.mark.heavy)]
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("mistake", [compressed_table, causal_block])
 def test_stages_notice(golden_float, expected_float, monkeypatch, mistake):
     case, rings = draft_case(expected_float, 1), golden_rings(expected_float)
     assert (

@@ -56,23 +56,34 @@ def assert_tight(actual, expected, what=""):
 # Teacher-forced parts
 
 
-def test_blocks(golden_reference, expected_reference):
+IN_MAKE_TEST = 2, 3  # one of each compressed kind, one of them routed by token id
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(layer, marks=() if layer in IN_MAKE_TEST else pytest.mark.heavy)
+        for layer in LAYERS
+    ],
+)
+def test_block(golden_reference, expected_reference, layer):
     """Every layer from the golden output of the one before it, prompt 0."""
     model, ids = golden_reference, expected_reference["p0.ids"]
     config, count = model.config, np.array([len(ids)], np.int32)
-    streams = run(embed, config, model.module.main, pad_rows(ids))
-    for layer in LAYERS:
-        out = run(whole_layer, config, layer_block(model, layer), streams, pad_rows(ids), count)
-        golden = expected_reference[f"p0.block_out.{layer}"]
-        assert_tight(out["out"][0, : len(ids)], golden, layer)
-        assert same_sets(out["chosen"][0, : len(ids)], expected_reference[f"p0.moe_idx.{layer}"]), (
-            layer
-        )
-        streams = pad_rows(golden)
-    assert_tight(
-        run(main_head, config, model.module.main, streams)[0, : len(ids)],
-        expected_reference["p0.prefill_logits"],
+    streams = (
+        pad_rows(expected_reference[f"p0.block_out.{layer - 1}"])
+        if layer
+        else run(embed, config, model.module.main, pad_rows(ids))
     )
+    out = run(whole_layer, config, layer_block(model, layer), streams, pad_rows(ids), count)
+    assert_tight(out["out"][0, : len(ids)], expected_reference[f"p0.block_out.{layer}"])
+    assert same_sets(out["chosen"][0, : len(ids)], expected_reference[f"p0.moe_idx.{layer}"])
+
+
+def test_head(golden_reference, expected_reference):
+    model, streams = golden_reference, expected_reference["p0.block_out.6"]
+    logits = run(main_head, model.config, model.module.main, pad_rows(streams))
+    assert_tight(logits[0, : len(streams)], expected_reference["p0.prefill_logits"])
 
 
 def attend(runner, model, expected, layer):
@@ -158,7 +169,7 @@ def test_draft(golden_reference, expected_reference, case):
     assert np.array_equal(parts["draft"].tokens[0], expected_reference[name + "draft_ids"])
 
 
-# The same comparisons notice every single mistake. `make test` makes one of each part.
+# The same comparisons notice every single mistake. `make test` makes some of them.
 
 
 def no_linear_quantisation(monkeypatch):
@@ -198,13 +209,16 @@ def weight_after_w2(monkeypatch):
 HEAVY = pytest.mark.heavy
 
 
-@pytest.mark.parametrize("mistake", [no_linear_quantisation, weight_after_w2])
+@pytest.mark.parametrize(
+    "mistake", [no_linear_quantisation, pytest.param(weight_after_w2, marks=HEAVY)]
+)
 def test_moe_notices(golden_reference, expected_reference, monkeypatch, mistake):
     mistake(monkeypatch)
     y, _, _ = moe_of(run_changed, golden_reference, expected_reference)
     assert rms_error(y, expected_reference["p1.moe_out.4"]) > 2 * TIGHT
 
 
+@HEAVY
 def test_moe_notices_a_shared_expert_without_clamp(golden_reference, expected_reference):
     def unclamped(block):
         block.ffn.shared.limit = float("inf")
@@ -218,7 +232,7 @@ def test_moe_notices_a_shared_expert_without_clamp(golden_reference, expected_re
     [
         pytest.param(2, no_linear_quantisation, marks=HEAVY),
         pytest.param(2, no_key_quantisation, marks=HEAVY),
-        (2, no_index_quantisation),
+        pytest.param(2, no_index_quantisation, marks=HEAVY),
         pytest.param(3, no_linear_quantisation, marks=HEAVY),
         pytest.param(3, no_key_quantisation, marks=HEAVY),
         (3, whole_key_quantised),
@@ -230,6 +244,7 @@ def test_attention_notices(golden_reference, expected_reference, monkeypatch, la
     assert rms_error(y, expected_reference[f"p2.attn_out.{layer}"]) > 2 * TIGHT
 
 
+@HEAVY
 def test_indexer_notices_a_missing_hadamard(golden_reference, expected_reference, monkeypatch):
     monkeypatch.setattr(indexer, "hadamard", lambda x: x)
     keys, scores, _ = index_of(run_changed, golden_reference, expected_reference)
@@ -242,7 +257,7 @@ def test_indexer_notices_a_missing_hadamard(golden_reference, expected_reference
     "mistake",
     [
         pytest.param(no_linear_quantisation, marks=HEAVY),
-        no_key_quantisation,
+        pytest.param(no_key_quantisation, marks=HEAVY),
         pytest.param(weight_after_w2, marks=HEAVY),
     ],
 )

@@ -4,7 +4,6 @@ only (pitfall 3).
 
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from dspark_jax.model.cache import held_position, in_window, write
 from dspark_jax.model.layers.cached import Rows, _advance
 from dspark_jax.model.segments import segments
 
+from helpers.quick import quick_jit
 from helpers.state_parts import block_at, differing, feed, random_tokens, streams_of, with_limits
 
 WINDOW, BLOCK = 16, 6  # of the golden config: sliding_window, dspark_block_size + 1
@@ -63,13 +63,13 @@ def ring_after(size: int, starts, width: int) -> np.ndarray:
     """The same after `width` more rows, written by the library."""
     now = starts[:, None] + np.arange(width)
     return np.asarray(
-        jax.jit(write)(ring_before(size, starts)[None], 0, now % size, now >= 0, now)[0]
+        quick_jit(write)(ring_before(size, starts)[None], 0, now % size, now >= 0, now)[0]
     )
 
 
 def seen(ring, newest) -> list[set[int]]:
     """The positions that the library's mask lets a row at newest[b] see."""
-    mask = np.asarray(jax.jit(in_window, static_argnums=(1, 2))(newest, ring.shape[1], WINDOW))
+    mask = np.asarray(quick_jit(in_window, static_argnums=(1, 2))(newest, ring.shape[1], WINDOW))
     return [set(slots[visible].tolist()) for slots, visible in zip(ring, mask)]
 
 
@@ -122,7 +122,7 @@ def pooled_tokens(ratio: int, members: int, width: int, size: int, starts) -> np
         return _advance(compressor, lambda x: x, None, rows, inputs, entries, 0)[1]
 
     return np.asarray(
-        jax.jit(advance)(positions, ring_before(size, starts)[None, ..., None], entries)[0]
+        quick_jit(advance)(positions, ring_before(size, starts)[None, ..., None], entries)[0]
     )
 
 

@@ -29,7 +29,7 @@ def test_embedded_checkpoint_on_four_devices():
 
 
 # A mesh of 2x2 cuts both the streams and the model.
-IN_MAKE_TEST = ("2x2, float", "refusals", "cut blocks")
+IN_MAKE_TEST = ("2x2, float", "refusals")
 
 
 @pytest.mark.parametrize(

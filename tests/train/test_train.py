@@ -300,6 +300,7 @@ def test_hash_tables_ship(main, shipped):
     )
 
 
+@pytest.mark.heavy
 def test_loss_of_a_quantised_step_is_the_shipped_models(main, gradients, exported, shipped):
     batch = main[1].batch(0)
     trained = gradients(main[0].values, batch)[0][1]["tokens_loss"]
