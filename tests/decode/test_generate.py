@@ -68,12 +68,11 @@ def kinds(rounds):
     return [record.skipped for record in rounds]
 
 
-GOLDEN = pytest.mark.parametrize(
-    "reference_model", [pytest.param("golden", marks=pytest.mark.heavy)], indirect=True
-)
+ON_GOLDEN = pytest.mark.parametrize("reference_model", ["golden"], indirect=True)
 
 
-@GOLDEN
+@pytest.mark.heavy
+@ON_GOLDEN
 def test_plain_is_the_golden_stream(plain, expected_reference):
     for i in range(3):
         assert plain[i][:24] == expected_reference[f"p{i}.decode_ids"].tolist()
@@ -120,7 +119,8 @@ def test_scheduler_needs_fewer_rounds_than_plain(model, prompts, plain, mode):
         assert tokens == plain[i] and len(rounds) < 74 / 2
 
 
-@GOLDEN
+@pytest.mark.heavy
+@ON_GOLDEN
 @pytest.mark.parametrize("mode", SPECULATIVE)
 def test_rounds_are_the_golden_ones(model, prompts, mode, expected_reference):
     for i in (1, 2):

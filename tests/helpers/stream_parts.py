@@ -50,7 +50,7 @@ def streams() -> None:
     check_variety(alone)
     for sizes in ((4, 1), (2, 2)):
         model = load("float", *sizes)
-        texts = compiled_by_hand(model)
+        programs = compiled_by_hand(model)
         with watched() as positions:
             out = dspark.generate(model, prompts, gate=gate, **OPTIONS)
         check_idle_rows(positions, sizes[0], len(prompts))
@@ -61,7 +61,7 @@ def streams() -> None:
         )
         check_each(out, alone, own)
         check_stats(out, sums, sizes[0], same_bits=sizes[1] == 1)
-        check_collectives(model, texts, *sizes)
+        check_collectives(model, programs, *sizes)
         check_goldens(model, expected)
         check_last_vocabulary_shard(model, prompts, alone)
         check_faults(model, prompts, alone)
@@ -140,47 +140,44 @@ def timeless(stats: dict) -> dict:
     }
 
 
-def compiled_by_hand(model) -> dict[str, str]:
-    """Makes the model's programs so that their texts can be had: name -> text, there when a program
-    has run.
-    """
+class ByHand:
+    """A jitted function that is compiled once, so that the text of the program can be had."""
+
+    def __init__(self, jitted):
+        self.jitted, self.lowered, self.compiled = jitted, None, None
+
+    def lower(self, *arguments):
+        self.lowered = self.jitted.lower(*arguments)
+        return self
+
+    def compile(self):
+        self.compiled = self.lowered.compile()
+        return self.compiled
+
+    def __call__(self, *arguments):
+        """Arguments cut otherwise than those that it was compiled for are refused."""
+        return self.compiled(*arguments)
+
+
+def compiled_by_hand(model) -> dict[str, ByHand]:
+    """Puts such functions in place of the model's programs: they are compiled before they run."""
     from dspark_jax.decode import engine
 
-    programs, texts = (
-        engine._programs(model.split[0], model.mesh, model.limits, OPTIONS["mode"]),
-        {},
-    )
-
-    def by_hand(name, jitted):
-        compiled = []
-
-        def call(*arguments):
-            if not compiled:
-                compiled.append(jitted.lower(*arguments).compile())
-                texts[name] = compiled[0].as_text()
-            return compiled[0](
-                *arguments
-            )  # arguments cut otherwise than at the first call are refused
-
-        return call
-
-    programs.begin, programs.run = (
-        by_hand("prefill", programs.begin),
-        by_hand("rounds", programs.run),
-    )
-    return texts
+    programs = engine._programs(model.split[0], model.mesh, model.limits, OPTIONS["mode"])
+    programs.begin, programs.run = ByHand(programs.begin), ByHand(programs.run)
+    return {"prefill": programs.begin, "rounds": programs.run}
 
 
-def check_collectives(model, texts, data: int, shards: int) -> None:
+def check_collectives(model, programs, data: int, shards: int) -> None:
     """A chunk and a call of rounds hold the collectives of the design, for the one stream of a
     device, and no others.
     """
     block, chunk = model.config.dspark_block_size, model.limits.prefill_chunk
-    found, groups = collectives(texts["prefill"])
+    found, groups = collectives(programs["prefill"].compiled.as_text())
     assert found == extend_collectives(model, 1, chunk, 1) and groups <= rows_of_the_mesh(
         data, shards
     )
-    found, groups = collectives(texts["rounds"])
+    found, groups = collectives(programs["rounds"].compiled.as_text())
     count = Counter(
         {("all-reduce", "[]"): 1}
     )  # how many rounds there were, the only word between streams
@@ -265,6 +262,8 @@ def check_interrupt(model, prompts, alone, gate) -> None:
     """Ctrl-C in the second call of rounds keeps what the first one emitted, of every stream of the
     group.
     """
+    import pytest
+
     import dspark_jax as dspark
     from dspark_jax.decode.engine import Engine
 
@@ -278,9 +277,11 @@ def check_interrupt(model, prompts, alone, gate) -> None:
 
     Engine._run = run
     try:
-        out = dspark.generate(model, prompts, gate=gate, **OPTIONS)
+        with pytest.raises(dspark.Interrupted) as caught:
+            dspark.generate(model, prompts, gate=gate, **OPTIONS)
     finally:
         Engine._run = original
+    out = caught.value.output
     assert out.finish_reasons.count("interrupted") == len(prompts) - 1, (
         "the second prompt had already ended"
     )

@@ -117,6 +117,7 @@ def test_mixed_chunks(plain):
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("float_model", ["golden"], indirect=True)
 def test_prefill_chunk(plain):
     """Another prefill_chunk, which divides neither ratio, window nor prompt; the same rings."""
     logits, hidden, cache = dspark.prefill(

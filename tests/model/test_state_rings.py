@@ -182,6 +182,7 @@ def test_rings_are_as_large_as_needed(tight):
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("float_model", ["golden"], indirect=True)
 def test_one_slot_fewer_shows(tight):
     """Rings of one slot fewer than a call of BLOCK rows needs: from the first wrap on, rows see
     what must be hidden.
