@@ -1,12 +1,13 @@
 # Every target makes what it needs, so that each works as the first command on a machine with Python 3.11+ and make.
 #
 #   make demo            text from the embedded checkpoint; PROMPT="..." to choose the prompt
-#   make test            the test suite
-#   make heavy           what it leaves out: whole runs on four devices, the full-size model compiled (the latter with EXTRAS=test,train,tpu-aot)
+#   make test            the test suite: every promise, on models and shapes that compile quickly (tests/README.md)
+#   make heavy           what it leaves out: the same on the whole golden model, the full kernel matrix, meshes, processes, the full-size model
+#                        compiled (the latter with EXTRAS=test,train,tpu-aot)
 #   make lint            ruff: what CI asks for; `make format` fixes what it can
 #   make parity          comparison with Hugging Face transformers (installs torch, CPU build pinned in pyproject.toml)
 #   make test-newest PYTHON=python3.13
-#                        the quick part of the suite on the newest jax that this Python can have, in .venv-newest
+#                        what `make test` runs, on the newest jax that this Python can have, in .venv-newest
 #
 # PYTHON       interpreter that makes the virtual environment (python3)
 # EXTRAS       extras of pyproject.toml that `make test` and `make heavy` install; CI adds tpu-aot
@@ -63,7 +64,7 @@ parity: .venv/.installed-test,parity
 
 # Without multiply-adds, which jax 0.12 makes for some numbers of rows and not for others: as the command `dspark` does it.
 test-newest: .venv-newest/.installed
-	$(TEST_ENV) XLA_FLAGS=--xla_cpu_max_isa=AVX $(NEWEST)/python $(PYTEST) -m "not slow and not heavy" --ignore=tests/parity tests
+	$(TEST_ENV) XLA_FLAGS=--xla_cpu_max_isa=AVX $(NEWEST)/python $(PYTEST) -m "not heavy" --ignore=tests/parity tests
 
 .venv/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -e .
