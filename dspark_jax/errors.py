@@ -27,4 +27,12 @@ class PromptError(DsparkError, ValueError):
 
 
 class NumericsError(DsparkError, ArithmeticError):
-    """NaN or infinity where a number is needed; the message names the position."""
+    """NaN or infinity where a number is needed; the message names the position.
+
+    output: the GenerateOutput of what was emitted until then, by this prompt and all others, with
+    the finish reason "error" for what ended so; None outside a run.
+    """
+
+    def __init__(self, message: str, output=None):
+        super().__init__(message)
+        self.output = output

@@ -1,289 +1,283 @@
-"""Runs streams: prefill, then rounds on the device, a few per call, handed to the host as records.
+"""Runs streams: prompts are prefilled, then take a place among the streams that run together; the
+device makes rounds of all of them, a few per call, and hands them to the host as records.
 
-As many streams run at a time as the mesh has rows on its data axis, one a row; one device is one
-row. A row without a stream of its own has one that is done from the start: it prefills no token and
-takes part in no round.
+Every row of the mesh's data axis has `streams` places. A stream that ends makes room for the next
+prompt at once: while prompts wait, a call of rounds returns as soon as a place is free. A place
+without a stream has one that is done: it does no expert work and takes part in no round.
 
-Each program is compiled once per model structure and mode: prompt lengths, draft lengths, gate
-numbers and stop tokens are data.
+A prompt is always prefilled by itself, one on each row of the data axis, in a cache of one stream
+(the stage), and moved to its place after that; so its bits do not depend on how many places there
+are. Where each row has one place, that place is the stage.
+
+The next call is given to the device before the host reads what the last one did, so that neither
+waits for the other.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.checkpoints.official import collection_paused
 from dspark_jax.decode import gate as gates
-from dspark_jax.decode import round as rounds
+from dspark_jax.decode.emission import (
+    Emission,
+    TokenLogprob,
+    damaged_drafts,
+    first_emission,
+    not_finite,
+    round_emission,
+)
+from dspark_jax.decode.prefill import Prefill, of_row
+from dspark_jax.decode.programs import Programs, one_stream, programs
 from dspark_jax.decode.request import Request
+from dspark_jax.decode.slots import Slots
+from dspark_jax.decode.state import Begun, RoundOutput, RoundState, Variant
 from dspark_jax.decode.steps import new_cache
-from dspark_jax.errors import NumericsError
 from dspark_jax.loading.load import Model
 from dspark_jax.model.cache import Cache
-from dspark_jax.model.dspark import Limits
-from dspark_jax.runtime.backend import jit
 from dspark_jax.runtime.interrupts import deferred_interrupts
 from dspark_jax.runtime.processes import losses_explained
-from dspark_jax.runtime.sharding import (
-    DATA,
-    cache_specs,
-    fetch,
-    max_over_data,
-    on_mesh,
-    parameter_specs,
-    stream_spec,
-)
+from dspark_jax.runtime.sharding import DATA, fetch
+
+LIKELY_AT_LEAST = 8  # most likely tokens that a program tells; fewer are cut from these
 
 
-@dataclasses.dataclass(frozen=True)
-class RoundRecord:
-    """What one round did.
+class _Call(NamedTuple):
+    """A call of rounds that the device is at, or has done."""
 
-    proposed: drafts made, K, or 0 after a margin skip. verified: drafts chosen to be verified, of
-      those that the cache has room for.
-    accepted: leading ones that matched. confidence: K raw scores, None after a margin skip. margin:
-    top1 - top2 of the anchor's logits. skipped: "", "gate" or "margin".
-    """
-
-    proposed: int
-    verified: int
-    accepted: int
-    confidence: tuple[float, ...] | None
-    margin: float
-    skipped: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Emission:
-    """Tokens of a prompt that became known together.
-
-    prompt: its number in the request. record: None for the first token (chosen by the prefill) and
-      in plain mode.
-    last: nothing follows. text: what the tokens add to the text, where a Run makes it.
-    """
-
-    prompt: int
-    tokens: list[int]
-    record: RoundRecord | None
-    last: bool
-    text: str | None = None
-
-
-class Programs:
-    """The two compiled programs of a mode: a prefill chunk, and a call of rounds. Both reuse the
-    caches they are given.
-    """
-
-    def __init__(self, graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str):
-        self.begin = _jitted_prefill(graphdef, mesh)
-        self.run = jit(rounds_program(graphdef, mesh, limits, mode), donate_argnums=2)
-        self.warm: set = set()
-
-
-def prefill_program(graphdef: nnx.GraphDef, mesh: Mesh):
-    """`rounds.begin` over the mesh: (state, cache, tokens [B, T], valid [B], remaining [B], stop
-    ids) -> cache, Begun. The same in every mode.
-    """
-
-    def program(state, cache, tokens, valid, remaining, stop_ids):
-        rows, cached = stream_spec(mesh, tokens.shape[0]), cache_specs(mesh, cache)
-        device = on_mesh(
-            mesh,
-            lambda state, *rest: rounds.begin(nnx.merge(graphdef, state), *rest),
-            (parameter_specs(state), cached, rows, rows, rows, PartitionSpec()),
-            (cached, rows),
-        )
-        return device(state, cache, tokens, valid, remaining, stop_ids)
-
-    return program
-
-
-def rounds_program(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str):
-    """`rounds.run` over the mesh: (state, gate config, round state, stop ids, most) -> round state,
-    outputs, how many were filled.
-
-    What comes back is cut as what came in, else the next call would compile once more.
-    """
-
-    def device(state, *arguments):
-        after, outputs, count = rounds.run(nnx.merge(graphdef, state), limits, mode, *arguments)
-        return after, outputs, max_over_data(count)
-
-    def program(state, config, round_state, stop_ids, most):
-        streams, whole = round_state.anchor.shape[0], PartitionSpec()
-        specs = jax.tree.map(lambda _: stream_spec(mesh, streams), round_state).replace(
-            cache=cache_specs(mesh, round_state.cache)
-        )
-        return on_mesh(
-            mesh,
-            device,
-            (parameter_specs(state), whole, specs, whole, whole),
-            (specs, stream_spec(mesh, streams, axis=1), whole),
-        )(state, config, round_state, stop_ids, most)
-
-    return program
-
-
-@functools.cache
-def _jitted_prefill(graphdef: nnx.GraphDef, mesh: Mesh):
-    return jit(prefill_program(graphdef, mesh), donate_argnums=1)
-
-
-@functools.cache
-def _programs(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, mode: str) -> Programs:
-    return Programs(graphdef, mesh, limits, mode)
+    state: RoundState
+    outputs: RoundOutput
+    count: jax.Array
 
 
 class Engine:
-    """A model in one mode, ready to run streams.
+    """A model and a request, ready to run.
 
-    width: how many streams run at a time. compile_seconds: what getting ready took (0 when it was).
+    width: places for streams, over all rows of the data axis. compile_seconds: what getting ready
+      took (0 when it was).
+    failures: prompt number -> what was not finite, of streams that ended with that. started: prompt
+      number -> when its prefill began, by time.perf_counter.
+    slot_rounds, worked: places times rounds, and in how many of them a stream was at work.
     """
 
     def __init__(self, model: Model, request: Request):
         self.model, self.request = model, request
-        self.width = model.mesh.shape[DATA]
-        graphdef, self.state = model.split
-        self.programs = _programs(graphdef, model.mesh, model.limits, request.mode)
-        self.config = jax.tree.map(as_data, request.gate)
-        ids = sorted(request.stop_token_ids)
-        self.stop_ids = np.array(ids + [-1] * (_padded_size(len(ids)) - len(ids)), np.int32)
+        self.rows = model.mesh.shape[DATA]
+        self.width = self.rows * request.streams
+        self._programs = _programs(model, request)
+        self._config = jax.tree.map(as_data, request.gate)
+        self._slots = Slots(model, request, self._config, self.width)
+        self._prefill = Prefill(model, request, self._programs, self._slots)
+        self._cache: Cache | None = None
+        self._stage: Cache | None = None
+        self._ended: set[int] = set()
+        self._gates: dict[int, gates.GateState] = {}
+        self.failures: dict[int, str] = {}
+        self.started: dict[int, float] = {}
+        self.slot_rounds = self.worked = 0
         self.compile_seconds = self._warm_up()
-        self.gate_state = None
 
-    def _warm_up(self) -> float:
-        """Runs both programs for zero rows and zero rounds, so that later seconds hold no
-        compilation.
+    @property
+    def prompt_logprobs(self) -> dict[int, list[TokenLogprob]]:
+        """Prompt number -> a TokenLogprob of each of its tokens, of those prefilled so far."""
+        return self._prefill.prompt_logprobs
+
+    def end(self, number: int) -> None:
+        """Ends the stream of this prompt: it emits nothing more, and its place is free."""
+        if number in self._slots.owners:
+            self._ended.add(number)
+
+    def gate_of(self, number: int) -> gates.GateState | None:
+        """What the gate knew of this prompt's stream after the last call of rounds, if there was
+        one.
         """
-        key = self.stop_ids.shape
-        if key in self.programs.warm:
-            return 0.0
-        started = time.perf_counter()
-        with losses_explained(), deferred_interrupts(), collection_paused():
-            cache = new_cache(self.model, self.width)
-            _compile_together(
-                self.programs.begin.lower(*self._prefill_arguments(cache, [])),
-                lambda: self.programs.run.lower(
-                    *self._run_arguments(self._round_state(cache, []), 0)
-                ),
-            )
-            cache, begun = self._prefill_chunk(cache, [])
-            state, outputs, _ = self._run(self._round_state(cache, []), 0)  # no rounds
-            fetch(self.model.mesh, (begun, outputs, *_shown(state)))
-        self.programs.warm.add(key)
-        return time.perf_counter() - started
+        if number in self._slots.owners and self.slot_rounds:
+            return self._slots.gate_of(self._slots.owners.index(number))
+        return self._gates.get(number)
 
-    def _prefill_chunk(self, cache, parts: Sequence[Sequence[int]]):
-        """A chunk of each prompt: the cache, and a Begun of all rows. Both stay on the device."""
-        return self.programs.begin(*self._prefill_arguments(cache, parts))
+    def last_cache(self) -> Cache:
+        """The cache of the one stream that has run, committed up to its last token, which is not in
+        it. The engine is of no use after that.
+        """
+        return one_stream(self.model.mesh, self._cache, 0)
 
-    def _prefill_arguments(self, cache, parts: Sequence[Sequence[int]]) -> tuple:
-        tokens = np.zeros((self.width, self.model.limits.prefill_chunk), np.int32)
-        valid = np.zeros(self.width, np.int32)
-        for b, part in enumerate(parts):
-            tokens[b, : len(part)], valid[b] = part, len(part)
-        wanted = np.full(self.width, self.request.max_new_tokens, np.int32)
-        return self.state, cache, tokens, valid, wanted, self.stop_ids
+    def stream(self, rounds_per_call: int) -> Iterator[Emission]:
+        """Runs all prompts; each emits what it would emit alone.
 
-    def _round_state(self, cache, begun: Sequence[rounds.Begun]) -> rounds.RoundState:
-        """The state behind the prompts; rows without one are done."""
-
-        def of_streams(values, idle, dtype):
-            return np.array([*values, *[idle] * (self.width - len(begun))], dtype)
-
-        remaining = self.request.max_new_tokens - 1
-        small = rounds.RoundState(
-            cache=None,
-            anchor=of_streams((stream.token for stream in begun), 0, np.int32),
-            margin=of_streams((stream.margin for stream in begun), 0, np.float32),
-            remaining=of_streams((remaining for _ in begun), 0, np.int32),
-            done=of_streams((stream.last for stream in begun), True, np.bool_),
-            faulty=np.full(self.width, -1, np.int32),
-            gate=gates.init(self.config, self.width),
-        )
-        where = NamedSharding(self.model.mesh, stream_spec(self.model.mesh, self.width))
-        return jax.device_put(small, where).replace(cache=cache)
-
-    def _run(self, state, most: int):
-        return self.programs.run(*self._run_arguments(state, most))
-
-    def _run_arguments(self, state, most: int) -> tuple:
-        return self.state, self.config, state, self.stop_ids, np.int32(most)
-
-    def stream(self, numbers: Sequence[int], rounds_per_call: int) -> Iterator[Emission]:
-        """Runs the prompts of these numbers at once, at most `width` of them; each emits what it
-        would emit alone.
-
-        Every stream ends with max_new_tokens or a stop token; the surplus of the last round is
-        dropped from its tokens.
-        Raises NumericsError at logits or drafts that are not finite, after the tokens before them;
-        DsparkError if another process is lost.
+        Every stream ends with as many tokens as were asked for or a stop token; the surplus of its
+        last round is dropped from its tokens. One whose logits or drafts are not finite ends with
+        the tokens before that, and `failures` has it. DsparkError if another process is lost.
         """
         with losses_explained():
-            yield from self._stream(numbers, rounds_per_call)
+            yield from self._stream(rounds_per_call)
 
-    def gate_of(self, place: int) -> gates.GateState | None:
-        """What the gate knew, after the last call of rounds, of the stream at this place of
-        `numbers`; None before the first.
+    def _stream(self, rounds_per_call: int) -> Iterator[Emission]:
+        waiting, calls = deque(range(len(self.request.prompts))), deque()
+        self._new_caches()
+        while True:
+            if self._ended or (waiting and self._slots.empty()):
+                while calls:  # what they did must be known before anything is changed
+                    yield from self._heard(calls.popleft())
+                self._release_ended()
+                yield from self._fill(waiting)
+                small, settings = self._slots.on_device()
+            if len(self._slots.empty()) == self.width:
+                return
+            arguments = self._run_arguments(small, settings, rounds_per_call, bool(waiting))
+            self._cache, *call = self._programs.run(*arguments)
+            calls.append(_Call(*call))
+            small = calls[-1].state
+            if len(calls) > 1:
+                yield from self._heard(calls.popleft())
+
+    def _new_caches(self) -> None:
+        """Of the places, and of the stage where it is not one of them."""
+        self._cache = new_cache(self.model, self.width)
+        self._stage = None if self.request.streams == 1 else new_cache(self.model, self.rows)
+
+    def _release_ended(self) -> None:
+        for place, owner in enumerate(self._slots.owners):
+            if owner in self._ended:
+                self._release(place)
+        self._ended.clear()
+
+    def _release(self, place: int) -> None:
+        self._gates[self._slots.owners[place]] = self._slots.gate_of(place)
+        self._slots.release(place)
+
+    def _fill(self, waiting: deque) -> Iterator[Emission]:
+        """Prefills prompts that wait until every place is taken or none waits."""
+        while waiting and (empty := self._slots.empty()):
+            places: dict[int, int] = {}  # row of the data axis -> place
+            for place in empty:
+                places.setdefault(place // self.request.streams, place)
+            numbers = {row: waiting.popleft() for row in places if waiting}
+            self.started |= dict.fromkeys(numbers.values(), time.perf_counter())
+            stage = self._cache if self._stage is None else self._stage
+            stage, begun = self._prefill.run(stage, numbers)
+            seated = {row: places[row] for row in numbers if _goes_on(begun[row], row)}
+            self._move(stage, seated)
+            for row, number in numbers.items():
+                yield from self._begin(number, of_row(begun[row], row), seated.get(row))
+
+    def _move(self, stage: Cache, seated: dict[int, int]) -> None:
+        """The streams of the stage to their places, row -> place."""
+        if self._stage is None:
+            self._cache = stage
+            return
+        self._stage, streams = stage, self.request.streams
+        if seated:
+            places = [
+                seated[row] % streams if row in seated else streams for row in range(self.rows)
+            ]
+            self._cache = self._programs.seat(self._cache, stage, np.array(places, np.int32))
+
+    def _begin(self, number: int, begun: Begun, place: int | None) -> Iterator[Emission]:
+        """The first token of a prompt, whose stream goes on at `place`, if it does."""
+        position = self._prefill.length(number)
+        if not begun.finite:
+            self.failures[number] = not_finite(number, position - 1)
+            return
+        if place is not None:
+            self._slots.seat(place, number, begun, position)
+        yield first_emission(number, begun, self.request.logprobs)
+
+    def _heard(self, call: _Call) -> Iterator[Emission]:
+        """What a call of rounds did. Streams that it ended leave their places."""
+        state, outputs, count = fetch(self.model.mesh, call)
+        self._slots.state = state
+        self.slot_rounds += int(count) * self.width
+        self.worked += int((outputs.emitted[: int(count)] > 0).sum())
+        for i in range(int(count)):
+            for place, number in enumerate(self._slots.owners):
+                if number is not None and number not in self._ended:
+                    yield from self._of_round(place, number, outputs, i)
+        for place, number in enumerate(self._slots.owners):
+            if number is None or number in self._ended:
+                continue
+            if state.faulty[place] >= 0:
+                self.failures[number] = not_finite(number, int(state.faulty[place]))
+            if state.done[place]:
+                self._release(place)
+
+    def _of_round(self, place: int, number: int, outputs, i: int) -> Iterator[Emission]:
+        emission = round_emission(
+            number, outputs, i, place, self.request.mode == "plain", self.request.logprobs
+        )
+        if emission is None:
+            return
+        wrong = damaged_drafts(emission.record, number, self._slots.positions[place])
+        if wrong is not None:
+            self.failures[number] = wrong
+            self.end(number)
+            return
+        self._slots.positions[place] += len(emission.tokens)
+        yield emission
+
+    def _run_arguments(self, small, settings, most: int, waiting: bool) -> tuple:
+        limits = np.int32(most), np.bool_(waiting)
+        return self.model.split[1], self._config, settings, self._cache, small, *limits
+
+    def _warm_up(self) -> float:
+        """Runs the programs for zero rows and zero rounds, so that later seconds hold no
+        compilation.
         """
-        return jax.tree.map(lambda leaf: leaf[place : place + 1], self.gate_state)
-
-    def _stream(self, numbers: Sequence[int], rounds_per_call: int) -> Iterator[Emission]:
-        self.gate_state = None
-        cache, begun = self._prefill(numbers)
-        for number, stream in zip(numbers, begun):
-            yield Emission(number, [stream.token], None, stream.last)
-        done = np.array([stream.last for stream in begun])
-        anchors = [len(self.request.prompts[number]) for number in numbers]  # their positions
-        state = self._round_state(cache, begun)
-        while not done.all():
-            state, outputs, count = self._run(state, rounds_per_call)
-            # Copies: the next call takes the arrays of this state over.
-            self.gate_state, done, faulty, outputs, count = fetch(
-                self.model.mesh, (*_shown(state), outputs, count)
+        small, settings = self._slots.on_device()
+        prefix = self.request.prefix
+        key = self.width, self.request.sampled, settings.stop_ids.shape, prefix is not None
+        if key in self._programs.warm:
+            return 0.0
+        started = time.perf_counter()
+        with deferred_interrupts(), collection_paused(), losses_explained():
+            self._new_caches()
+            stage = self._cache if self._stage is None else self._stage
+            if prefix is not None:
+                stage = self._programs.seat(stage, prefix.cache, np.ones(self.rows, np.int32))
+            _compile_together(
+                self._programs.begin.lower(*self._prefill.arguments(stage, {}, 0)),
+                lambda: self._programs.run.lower(*self._run_arguments(small, settings, 0, False)),
             )
-            for i in range(int(count)):
-                yield from self._emissions(numbers, anchors, outputs, i)
-            for number, position in zip(numbers, faulty.tolist()):
-                if position >= 0:
-                    raise NumericsError(_not_finite(number, position))
+            stage, begun = self._programs.begin(*self._prefill.arguments(stage, {}, 0))
+            self._move(stage, {})
+            if self._stage is not None:
+                nowhere = np.full(self.rows, self.request.streams, np.int32)
+                self._cache = self._programs.seat(self._cache, stage, nowhere)
+            self._cache, *call = self._programs.run(*self._run_arguments(small, settings, 0, False))
+            fetch(self.model.mesh, (begun, call))
+            self._cache = self._stage = None
+        self._programs.warm.add(key)
+        return time.perf_counter() - started
 
-    def _emissions(self, numbers, anchors: list[int], outputs, i: int) -> Iterator[Emission]:
-        """What round i of a call emitted; moves `anchors` on."""
-        for b, number in enumerate(numbers):
-            tokens = outputs.tokens[i, b, : outputs.kept[i, b]].tolist()
-            if tokens:
-                record = None if self.request.mode == "plain" else _record(outputs, i, b)
-                _refuse_damaged_drafts(record, number, anchors[b])
-                anchors[b] += len(tokens)
-                yield Emission(number, tokens, record, bool(outputs.last[i, b]))
 
-    def _prefill(self, numbers: Sequence[int]) -> tuple[Cache, list[rounds.Begun]]:
-        """All prompts, chunk by chunk: the cache, and a Begun of each stream. A prompt that has
-        ended takes no rows of later chunks.
-        """
-        prompts, begun = [self.request.prompts[number] for number in numbers], {}
-        cache, chunk = new_cache(self.model, self.width), self.model.limits.prefill_chunk
-        for at in range(0, max(map(len, prompts)), chunk):
-            cache, said = self._prefill_chunk(
-                cache, [prompt[at : at + chunk] for prompt in prompts]
-            )
-            ending = [b for b, prompt in enumerate(prompts) if at < len(prompt) <= at + chunk]
-            said = fetch(self.model.mesh, said) if ending else None
-            for b in ending:
-                begun[b] = jax.tree.map(lambda leaf, b=b: leaf[b].item(), said)
-                if not begun[b].finite:
-                    raise NumericsError(_not_finite(numbers[b], len(prompts[b]) - 1))
-        return cache, [begun[b] for b in range(len(prompts))]
+def _programs(model: Model, request: Request) -> Programs:
+    asked = request.logprobs is not None or request.prompt_logprobs
+    return programs(
+        model.split[0],
+        model.mesh,
+        model.limits,
+        Variant(request.mode, None if request.logprobs is None else _likely(model, request)),
+        _likely(model, request) if asked else None,
+        request.prompt_logprobs,
+    )
+
+
+def _likely(model: Model, request: Request) -> int:
+    """How many of the most likely tokens a program tells: 8, 16, 32 ..., so that another number
+    asked for compiles nothing.
+    """
+    most = max(LIKELY_AT_LEAST, request.logprobs or 0)
+    return min(1 << (most - 1).bit_length(), model.config.vocab_size)
+
+
+def _goes_on(begun: Begun, row: int) -> bool:
+    return bool(begun.finite[row] and not begun.last[row])
 
 
 def _compile_together(first: jax.stages.Lowered, second: Callable[[], jax.stages.Lowered]) -> None:
@@ -296,55 +290,6 @@ def _compile_together(first: jax.stages.Lowered, second: Callable[[], jax.stages
         begun.result()
 
 
-def _shown(state: rounds.RoundState) -> tuple[gates.GateState, jax.Array, jax.Array]:
-    """What the host wants to know of the state after a call of rounds."""
-    return state.gate, state.done, state.faulty
-
-
-def _record(outputs: rounds.RoundOutput, i: int, b: int) -> RoundRecord:
-    skipped = ("", "gate", "margin")[int(outputs.skipped[i, b])]
-    confidence = None if skipped == "margin" else tuple(float(c) for c in outputs.confidence[i, b])
-    return RoundRecord(
-        int(outputs.proposed[i, b]),
-        int(outputs.verified[i, b]),
-        int(outputs.accepted[i, b]),
-        confidence,
-        float(outputs.margin[i, b]),
-        skipped,
-    )
-
-
-def _refuse_damaged_drafts(record: RoundRecord | None, prompt: int, position: int) -> None:
-    """A drafter that is not finite is never right: all rounds would be slow and, as the tokens stay
-    right, nobody would know why.
-    """
-    if (
-        record is not None
-        and record.confidence is not None
-        and not np.isfinite(record.confidence).all()
-    ):
-        raise NumericsError(
-            f"prompt {prompt}: the drafts of the round at position {position} are not finite "
-            "(NaN or infinity), while "
-            "the main model's logits are: a tensor under mtp.* (the drafter) or the embedding of "
-            "its noise token is damaged; fetch the checkpoint again, or decode without the "
-            "drafter, mode='plain'"
-        )
-
-
 def as_data(number) -> np.ndarray:
     """A gate number with a fixed dtype, so that another value compiles nothing."""
     return np.asarray(number, {bool: np.bool_, int: np.int32}.get(type(number), np.float32))
-
-
-def _padded_size(count: int) -> int:
-    """Stop ids come in lists of 8, 16, 32 ..., so that another stop token compiles nothing."""
-    return max(8, 1 << (count - 1).bit_length()) if count else 8
-
-
-def _not_finite(prompt: int, position: int) -> str:
-    return (
-        f"prompt {prompt}: the logits at position {position} are not finite (NaN or infinity); "
-        "the weights or the computation "
-        "are damaged: fetch the checkpoint again, and try dtype='float32'"
-    )

@@ -16,69 +16,25 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from dspark_jax.decode import gate, sampling
-from dspark_jax.decode.gate import GateConfig, GateState
+from dspark_jax.decode.gate import GateConfig
+from dspark_jax.decode.sampling import Choice, Likelihood
+from dspark_jax.decode.state import (
+    GATE_SKIP,
+    MARGIN_SKIP,
+    NOT_SKIPPED,
+    ROUNDS_PER_CALL,
+    Begun,
+    Chunk,
+    RoundOutput,
+    RoundState,
+    Settings,
+    Variant,
+    Verdict,
+)
 from dspark_jax.model.cache import Cache, commit
 from dspark_jax.model.dspark import DSpark, Limits, draft_step, extend_step
-
-NOT_SKIPPED, GATE_SKIP, MARGIN_SKIP = 0, 1, 2
-ROUNDS_PER_CALL = 32
-
-
-@struct.dataclass
-class RoundState:
-    """What B streams carry from round to round."""
-
-    cache: Cache
-    # [B] int32: the last emitted token; it stands at the cache's position and is not computed yet
-    anchor: jax.Array
-    margin: jax.Array  # [B] float32, logits: top1 - top2 where the anchor was chosen
-    remaining: jax.Array  # [B] int32: tokens still wanted
-    done: jax.Array  # [B] bool: nothing more is wanted
-    faulty: jax.Array  # [B] int32: position whose logits were not finite, or -1
-    gate: GateState
-
-
-@struct.dataclass
-class RoundOutput:
-    """What one round did; of a stream that was done before: emitted 0."""
-
-    tokens: jax.Array  # [B, K+1] int32: what the main model says; the first `emitted` count
-    # [B] int32: accepted + 1; fewer where the logits behind a token that is kept are not finite
-    emitted: jax.Array
-    kept: jax.Array  # [B] int32: of those, the ones up to the end of the stream
-    last: jax.Array  # [B] bool: the stream ends with them
-    proposed: jax.Array  # [B] int32: K, or 0 after a margin skip
-    # [B] int32: drafts chosen to be verified, of those that the cache has room for
-    verified: jax.Array
-    accepted: jax.Array  # [B] int32: leading drafts that matched
-    confidence: jax.Array  # [B, K] float32; of no meaning after a margin skip
-    margin: jax.Array  # [B] float32: of the anchor that the round began with
-    skipped: jax.Array  # [B] int32: NOT_SKIPPED, GATE_SKIP or MARGIN_SKIP
-
-
-@struct.dataclass
-class Verdict:
-    """What verifying found. `logits` are [B, K+1, V]: rows up to `accepted` are those of a plain
-    decode, later ones have no meaning.
-    """
-
-    cache: Cache
-    tokens: jax.Array  # [B, K+1] int32
-    accepted: jax.Array  # [B] int32
-    logits: jax.Array
-
-
-@struct.dataclass
-class Begun:
-    """What the last row of a chunk of the prompt says; of use where the prompt ends with it."""
-
-    token: jax.Array  # [B] int32: the first token of the stream
-    margin: jax.Array  # [B] float32, logits: top1 - top2 where it was chosen
-    finite: jax.Array  # [B] bool: the logits that it was chosen by are sound
-    last: jax.Array  # [B] bool: the stream ends with it
 
 
 def kept_tokens(
@@ -86,29 +42,41 @@ def kept_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Where a stream ends: with its first stop token, or with the last token that is wanted.
 
-    Of tokens [B, T] the first emitted [B] count, and remaining [B] more are wanted; stop_ids [S].
-    Returns how many of them the stream is to have, int32 [B], and whether it ends so, bool [B].
+    Of tokens [B, T] the first emitted [B] count, and remaining [B] more are wanted; stop_ids
+    [B, S]. Returns how many of them the stream is to have, int32 [B], and whether it ends so, bool
+    [B].
     """
     most = jnp.minimum(emitted, remaining)
-    stops = jnp.any(tokens[..., None] == stop_ids, axis=-1)
+    stops = jnp.any(tokens[..., None] == stop_ids[:, None], axis=-1)
     stops &= jnp.arange(tokens.shape[1]) < most[:, None]
     stopped = jnp.any(stops, axis=1)
     kept = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, most)
     return kept, stopped | (kept == remaining)
 
 
-def plain_step(module: DSpark, limits: Limits, state: RoundState) -> Verdict:
+def places(position: jax.Array, rows: int) -> jax.Array:
+    """[B, rows]: where the tokens will stand that rows from position [B] on choose."""
+    return position[:, None] + 1 + jnp.arange(rows)
+
+
+def plain_step(module: DSpark, limits: Limits, choice: Choice, state: RoundState) -> Verdict:
     """One row of every stream that is not done; the drafter's rings are left alone."""
     active = ~state.done
     tokens = jnp.pad(state.anchor[:, None], [(0, 0), (0, limits.decode_rows - 1)])
     y, _, cache, _ = module.main.extend(state.cache, tokens, active.astype(jnp.int32), "decode")
     logits = module.main.logits(y)[:, :1]
+    said = sampling.choose(choice, logits, places(cache.position, 1))
     cache = commit(cache, active.astype(jnp.int32))
-    return Verdict(cache, sampling.choose(logits), jnp.zeros_like(state.anchor), logits)
+    return Verdict(cache, said, jnp.zeros_like(state.anchor), logits)
 
 
 def verify_block(
-    module: DSpark, limits: Limits, state: RoundState, drafts: jax.Array, n: jax.Array
+    module: DSpark,
+    limits: Limits,
+    choice: Choice,
+    state: RoundState,
+    drafts: jax.Array,
+    n: jax.Array,
 ) -> Verdict:
     """Computes the anchor and the first n [B] of drafts [B, K] in one call, and commits the anchor
     and the accepted ones.
@@ -117,14 +85,19 @@ def verify_block(
     tokens = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
     y, _, cache = extend_step(module, state.cache, tokens, jnp.where(active, n + 1, 0), "decode")
     logits = module.main.logits(y)
-    said = sampling.choose(logits)
+    said = sampling.choose(choice, logits, places(cache.position, tokens.shape[1]))
     match = (said[:, :-1] == drafts) & (jnp.arange(drafts.shape[1]) < n[:, None])
     accepted = jnp.sum(jnp.cumprod(match, axis=1), axis=1).astype(jnp.int32)
     return Verdict(commit(cache, jnp.where(active, accepted + 1, 0)), said, accepted, logits)
 
 
 def verify_sequentially(
-    module: DSpark, limits: Limits, state: RoundState, drafts: jax.Array, n: jax.Array
+    module: DSpark,
+    limits: Limits,
+    choice: Choice,
+    state: RoundState,
+    drafts: jax.Array,
+    n: jax.Array,
 ) -> Verdict:
     """Like `verify_block`, row by row: a stream stops at its first mismatch, the loop when all have
     stopped.
@@ -135,15 +108,15 @@ def verify_sequentially(
         i, going, token, verdict = carry
         tokens = jnp.pad(token[:, None], [(0, 0), (0, limits.decode_rows - 1)])
         y, _, cache = extend_step(module, verdict.cache, tokens, going.astype(jnp.int32), "decode")
-        logits = module.main.logits(y)[:, 0]
-        said = sampling.choose(logits)
+        logits = module.main.logits(y)[:, :1]
+        said = sampling.choose(choice, logits, places(cache.position, 1))[:, 0]
         draft = drafts[:, jnp.minimum(i, block - 1)]
         match = going & (i < n) & (said == draft)
         verdict = Verdict(
             commit(cache, going.astype(jnp.int32)),
             verdict.tokens.at[:, i].set(jnp.where(going, said, verdict.tokens[:, i])),
             verdict.accepted + match,
-            verdict.logits.at[:, i].set(logits),
+            verdict.logits.at[:, i].set(logits[:, 0]),
         )
         return i + 1, match, draft, verdict
 
@@ -157,7 +130,9 @@ def verify_sequentially(
     return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), body, carry)[3]
 
 
-def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify, state: RoundState):
+def speculative_step(
+    module: DSpark, limits: Limits, config: GateConfig, verify, choice: Choice, state: RoundState
+):
     """One round of `verify`: the state with what the gate learned, what was done about drafts (as
     in RoundOutput), and the Verdict.
 
@@ -166,12 +141,12 @@ def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify,
     """
     active = ~state.done
     by_margin = active & gate.margin_skip(config, state.margin)
-    drafts, confidence = _draft_unless(module, state, jnp.all(by_margin | state.done))
+    drafts, confidence = _draft_unless(module, choice, state, jnp.all(by_margin | state.done))
     block = drafts.shape[1]
     room = jnp.maximum(limits.max_seq_len - 1 - state.cache.position, 0)
     chosen = jnp.where(active & ~by_margin, gate.choose(config, state.gate, confidence), 0)
     n = jnp.minimum(chosen, room)
-    verdict = verify(module, limits, state, drafts, n)
+    verdict = verify(module, limits, choice, state, drafts, n)
     skipped = active & (chosen == 0)
     outcome = gate.Outcome(confidence, verdict.accepted, n, chosen, skipped, by_margin)
     drafted = {
@@ -184,7 +159,7 @@ def speculative_step(module: DSpark, limits: Limits, config: GateConfig, verify,
 
 
 def _draft_unless(
-    module: DSpark, state: RoundState, skip: jax.Array
+    module: DSpark, choice: Choice, state: RoundState, skip: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Drafts [B, K] and confidence [B, K]; zeros where `skip`. A loop of no or one trip, since a
     cond would copy the caches it reads.
@@ -192,8 +167,11 @@ def _draft_unless(
     block = module.main.config.dspark_block_size
     batch = state.anchor.shape[0]
 
+    def best(logits, position):
+        return sampling.choose(choice, logits[:, None], position[:, None])[:, 0]
+
     def body(carry):
-        draft = draft_step(module, state.cache, state.anchor)
+        draft = draft_step(module, state.cache, state.anchor, choose=best)
         return jnp.bool_(True), draft.tokens, draft.confidence
 
     empty = skip, jnp.zeros((batch, block), jnp.int32), jnp.zeros((batch, block), jnp.float32)
@@ -203,23 +181,24 @@ def _draft_unless(
 def step(
     module: DSpark,
     limits: Limits,
-    mode: str,
+    variant: Variant,
     config: GateConfig,
+    settings: Settings,
     state: RoundState,
-    stop_ids: jax.Array,
 ):
-    """One round of every stream that is not done, in a mode of MODES; stop_ids [S] int32, padded
-    with -1.
+    """One round of every stream that is not done.
 
     Returns the state, the RoundOutput and the verified logits [B, K+1, V] (plain: [B, 1, V]).
     """
-    if mode == "plain":
-        verdict, drafted = plain_step(module, limits, state), _nothing_drafted(module, state)
+    choice = settings.choice
+    if variant.mode == "plain":
+        verdict = plain_step(module, limits, choice, state)
+        drafted = _nothing_drafted(module, state)
     else:
-        verify = {"sequential": verify_sequentially, "block": verify_block}[mode]
-        state, drafted, verdict = speculative_step(module, limits, config, verify, state)
-    output, state = _output(state, drafted, verdict, stop_ids)
-    return _advance(state, output, verdict), output, verdict.logits
+        verify = {"sequential": verify_sequentially, "block": verify_block}[variant.mode]
+        state, drafted, verdict = speculative_step(module, limits, config, verify, choice, state)
+    output, state = _output(state, drafted, verdict, settings.stop_ids, variant.likely)
+    return _advance(choice, state, output, verdict), output, verdict.logits
 
 
 def _nothing_drafted(module: DSpark, state: RoundState) -> dict[str, jax.Array]:
@@ -229,7 +208,11 @@ def _nothing_drafted(module: DSpark, state: RoundState) -> dict[str, jax.Array]:
 
 
 def _output(
-    state: RoundState, drafted: dict[str, jax.Array], verdict: Verdict, stop_ids: jax.Array
+    state: RoundState,
+    drafted: dict[str, jax.Array],
+    verdict: Verdict,
+    stop_ids: jax.Array,
+    likely: int | None,
 ) -> tuple[RoundOutput, RoundState]:
     """What the round did, up to the first kept token whose logits are not finite, and the state
     with the position of such a fault.
@@ -246,21 +229,31 @@ def _output(
         last=last & ~fault,
         accepted=verdict.accepted,
         margin=state.margin,
+        likelihood=_likelihood(verdict.logits, verdict.tokens, likely),
         **drafted,
     )
     position = state.cache.position + first
     return output, state.replace(faulty=jnp.where(fault, position, state.faulty))
 
 
-def _advance(state: RoundState, output: RoundOutput, verdict: Verdict) -> RoundState:
-    """The last emitted token becomes the anchor. The end of a stream or a fault makes it done."""
-    last = jnp.maximum(output.emitted - 1, 0)[:, None]
+def _likelihood(logits: jax.Array, tokens: jax.Array, likely: int | None) -> Likelihood | None:
+    return None if likely is None else sampling.likelihood(logits, tokens, likely)
+
+
+def _advance(
+    choice: Choice, state: RoundState, output: RoundOutput, verdict: Verdict
+) -> RoundState:
+    """The last kept token becomes the anchor, and the cache ends before it, also where a stream
+    ends in the middle of what was accepted. The end of a stream or a fault makes it done.
+    """
+    last = jnp.maximum(output.kept - 1, 0)[:, None]
     chosen_by = jnp.take_along_axis(verdict.logits, last[..., None], axis=1)[:, 0]
+    margin = sampling.margin(sampling.biased(choice, chosen_by))
     anchor = jnp.take_along_axis(output.tokens, last, axis=1)[:, 0]
     return state.replace(
-        cache=verdict.cache,
+        cache=verdict.cache.replace(position=state.cache.position + output.kept),
         anchor=jnp.where(state.done, state.anchor, anchor),
-        margin=jnp.where(state.done, state.margin, sampling.margin(chosen_by)),
+        margin=jnp.where(state.done, state.margin, margin),
         remaining=state.remaining - output.kept,
         done=state.done | output.last | (state.faulty >= 0),
     )
@@ -269,22 +262,25 @@ def _advance(state: RoundState, output: RoundOutput, verdict: Verdict) -> RoundS
 def run(
     module: DSpark,
     limits: Limits,
-    mode: str,
+    variant: Variant,
     config: GateConfig,
+    settings: Settings,
     state: RoundState,
-    stop_ids: jax.Array,
     most: jax.Array,
+    waiting: jax.Array,
 ):
-    """Up to `most` (at most ROUNDS_PER_CALL) rounds on the device, until all streams are done.
+    """Up to `most` (at most ROUNDS_PER_CALL) rounds on the device, until all streams are done; or,
+    while prompts are waiting (bool), until one is.
 
     Returns the state, the RoundOutputs stacked [ROUNDS_PER_CALL, ...], and how many of them were
       filled.
     """
 
     def one(state):
-        return step(module, limits, mode, config, state, stop_ids)[:2]
+        return step(module, limits, variant, config, settings, state)[:2]
 
-    outputs = _no_outputs(state.anchor.shape[0], module.main.config.dspark_block_size, mode)
+    block = module.main.config.dspark_block_size
+    outputs = _no_outputs(state.anchor.shape[0], block, variant)
 
     def body(carry):
         i, state, outputs = carry
@@ -293,13 +289,14 @@ def run(
 
     def more(carry):
         i, state, _ = carry
-        return (i < most) & ~jnp.all(state.done)
+        free = waiting & jnp.any(state.done)
+        return (i < most) & ~jnp.all(state.done) & ~free
 
     count, state, outputs = jax.lax.while_loop(more, body, (jnp.int32(0), state, outputs))
     return state, outputs, count
 
 
-def _no_outputs(streams: int, block: int, mode: str) -> RoundOutput:
+def _no_outputs(streams: int, block: int, variant: Variant) -> RoundOutput:
     """Room for the RoundOutputs of a call. Written out, because asking jax for their shapes would
     trace a whole round once more.
     """
@@ -307,8 +304,9 @@ def _no_outputs(streams: int, block: int, mode: str) -> RoundOutput:
     def room(*shape, dtype=jnp.int32):
         return jnp.zeros((ROUNDS_PER_CALL, streams, *shape), dtype)
 
+    rows, likely = 1 if variant.mode == "plain" else block + 1, variant.likely
     return RoundOutput(
-        tokens=room(1 if mode == "plain" else block + 1),
+        tokens=room(rows),
         emitted=room(),
         kept=room(),
         last=room(dtype=jnp.bool_),
@@ -318,24 +316,41 @@ def _no_outputs(streams: int, block: int, mode: str) -> RoundOutput:
         confidence=room(block, dtype=jnp.float32),
         margin=room(dtype=jnp.float32),
         skipped=room(),
+        likelihood=None
+        if likely is None
+        else Likelihood(
+            chosen=room(rows, dtype=jnp.float32),
+            best_ids=room(rows, likely),
+            best=room(rows, likely, dtype=jnp.float32),
+        ),
     )
 
 
 def begin(
     module: DSpark,
+    likely: int | None,
+    scored: bool,
     cache: Cache,
-    tokens: jax.Array,
-    valid: jax.Array,
-    remaining: jax.Array,
-    stop_ids: jax.Array,
+    settings: Settings,
+    chunk: Chunk,
 ) -> tuple[Cache, Begun]:
-    """One prefill chunk, tokens [B, T] of which valid [B] count, of streams of which remaining [B]
-    tokens are wanted: the cache, committed, and what the last valid row says.
+    """One prefill chunk: the cache, committed, and what the last valid row says. scored: and how
+    likely each token of the prompt was. The token is chosen by the same logits either way.
     """
-    y, _, cache = extend_step(module, cache, tokens, valid, "prefill")
-    last_row = jnp.take_along_axis(y, (valid - 1)[:, None, None], axis=1)
-    logits = module.main.logits(last_row)[:, 0]
-    token = sampling.choose(logits)
-    _, last = kept_tokens(token[:, None], jnp.ones_like(token), remaining, stop_ids)
-    begun = Begun(token, sampling.margin(logits), sampling.finite(logits), last)
-    return commit(cache, valid), begun
+    choice = settings.choice
+    cache = cache.replace(position=jnp.where(chunk.fresh, 0, cache.position))
+    y, _, cache = extend_step(module, cache, chunk.tokens, chunk.valid, "prefill")
+    last_row = jnp.take_along_axis(y, (chunk.valid - 1)[:, None, None], axis=1)
+    logits = module.main.logits(last_row)
+    cache = commit(cache, chunk.valid)
+    token = sampling.choose(choice, logits, cache.position[:, None])
+    _, last = kept_tokens(token, jnp.ones_like(chunk.valid), chunk.remaining, settings.stop_ids)
+    begun = Begun(
+        token=token[:, 0],
+        margin=sampling.margin(sampling.biased(choice, logits[:, 0])),
+        finite=sampling.finite(logits[:, 0]),
+        last=last,
+        likelihood=_likelihood(logits, token, likely),
+        prompt=_likelihood(module.main.logits(y), chunk.following, likely) if scored else None,
+    )
+    return cache, begun

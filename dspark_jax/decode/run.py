@@ -1,4 +1,6 @@
-"""One driver of a run: `generate`, `stream` and the command run their prompts through it."""
+"""One driver of a run: `generate`, `stream`, sessions and the command run their prompts through
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from dspark_jax.decode.engine import Emission, Engine, RoundRecord
+from dspark_jax.decode.emission import Emission, RoundRecord, TokenLogprob
+from dspark_jax.decode.engine import Engine
 from dspark_jax.decode.request import Request
+from dspark_jax.decode.state import ROUNDS_PER_CALL
 from dspark_jax.decode.stats import PromptRun, collect
-from dspark_jax.decode.text import IncrementalText, decode
+from dspark_jax.decode.stop_strings import StopText
+from dspark_jax.decode.text import decode
+from dspark_jax.errors import NumericsError
 from dspark_jax.loading.load import Model
 from dspark_jax.runtime.interrupts import watch_interrupts
 from dspark_jax.runtime.processes import require_same
@@ -26,12 +32,15 @@ from dspark_jax.runtime.settings import own_settings
 class GenerateOutput:
     """Results, one entry a prompt.
 
-    tokens: new tokens; exactly max_new_tokens of them unless a stop token (included, last) ended
-      them.
-    texts: their text, or None without a tokenizer. finish_reasons: "length" or "stop";
-      "interrupted" after Ctrl-C.
+    tokens: new tokens; exactly max_new_tokens of them unless a stop token (included, last) or a
+      stop string (all tokens up to the one that completed it) ended them.
+    texts: their text, without the stop string, or None without a tokenizer. finish_reasons:
+      "length" or "stop"; "interrupted" after Ctrl-C, "error" where the logits were not finite.
+    stop_reasons: the token id or the string that ended it; None for other reasons.
     rounds: a RoundRecord for every round; empty in plain mode. stats: see
       `dspark_jax.decode.stats.collect`.
+    logprobs: a TokenLogprob (token, logprob, best) for every token, prompt_logprobs: likewise of
+      the prompts' tokens; None where not asked for.
     """
 
     tokens: list[list[int]]
@@ -39,48 +48,63 @@ class GenerateOutput:
     finish_reasons: list[str]
     rounds: list[list[RoundRecord]]
     stats: dict
+    stop_reasons: list[int | str | None]
+    logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: list[list[TokenLogprob]] | None = None
 
 
 class Run:
-    """The prompts of one request, as many at a time as the engine is wide, and what became of each.
+    """The prompts of one request, as many at a time as there are places, and what became of each.
 
-    Iterating runs them: it yields each Emission when it is known. `complete` does so to the end.
-    Whatever ends a run, what was emitted until then is in `prompts` and in `output()`.
+    Iterating runs them: it yields each Emission when it is known, and raises NumericsError at the
+    end if a stream had numbers that were not finite. `complete` does so to the end. Whatever ends a
+    run, what was emitted until then is in `prompts` and in `output()`.
 
-    rounds_per_call: rounds that the device makes before the host hears of them. with_text: whether
-    emissions carry their text.
-    prompts: a PromptRun of each. interrupted: whether Ctrl-C ended it.
+    by_round: whether the host hears of every round by itself, or of a few at a time, which costs
+    less. with_text: whether emissions carry their text.
+    prompts: a PromptRun of each. interrupted: whether Ctrl-C ended it. engine: None before
+    `compile`.
     """
 
-    def __init__(self, model: Model, request: Request, rounds_per_call: int, with_text=False):
+    def __init__(self, model: Model, request: Request, by_round=False, with_text=False):
         _require_same_in_all_processes(model, request)
-        self.model, self.request, self.rounds_per_call = model, request, rounds_per_call
-        self.prompts = [PromptRun(len(prompt)) for prompt in request.prompts]
+        self.model, self.request, self._with_text = model, request, with_text
+        self.prompts = [PromptRun(len(prompt.ids)) for prompt in request.prompts]
         self.interrupted = False
-        self._texts = [IncrementalText(model) for _ in self.prompts] if with_text else None
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
+        # What comes after a stop string would be computed for nothing.
+        by_round = by_round or any(prompt.stop for prompt in request.prompts)
+        self._rounds_per_call = 1 if by_round else ROUNDS_PER_CALL
+        self._texts = [
+            StopText(model, prompt.stop) if with_text or prompt.stop else None
+            for prompt in request.prompts
+        ]
+        self._seconds = 0.0
 
     def compile(self) -> None:
         """Gets the engine ready, which the first emission would do otherwise."""
-        if self._engine is None:
+        if self.engine is None:
             with own_settings(self.model.mesh):
-                self._engine = Engine(self.model, self.request)
+                self.engine = Engine(self.model, self.request)
 
     def __iter__(self) -> Iterator[Emission]:
         """Between emissions jax's settings are the caller's."""
         self.compile()
-        with contextlib.closing(self._emissions()) as emissions:
-            while True:
-                with own_settings(self.model.mesh):
-                    emission = next(emissions, None)
-                if emission is None:
-                    return
-                yield emission
-
-    def _emissions(self) -> Iterator[Emission]:
-        count, width = len(self.prompts), self._engine.width
-        for first in range(0, count, width):
-            yield from self._at_once(range(first, min(first + width, count)))
+        started = time.perf_counter()
+        try:
+            with contextlib.closing(self.engine.stream(self._rounds_per_call)) as emissions:
+                while True:
+                    with own_settings(self.model.mesh):
+                        emission = next(emissions, None)
+                    if emission is None:
+                        break
+                    self._seconds = time.perf_counter() - started
+                    yield self._noted(emission)
+        finally:
+            self._seconds = time.perf_counter() - started
+            self._note_ends()
+        if self.engine.failures:
+            raise NumericsError(_failure(self.engine.failures), self.output())
 
     def complete(self, each: Callable[[Emission], None] | None = None) -> None:
         """Runs all prompts and calls `each` with every emission. Ctrl-C ends it and is no error."""
@@ -97,43 +121,81 @@ class Run:
 
     def output(self) -> GenerateOutput:
         """What came of it so far."""
-        engine, runs = self._engine, self.prompts
-        compile_seconds, width = (engine.compile_seconds, engine.width) if engine else (0.0, 1)
+        engine, runs, request = self.engine, self.prompts, self.request
+        texts = None
+        if self.model.tokenizer is not None:
+            texts = [self._text(number) for number in range(len(runs))]
+        asked = request.prompt_logprobs
         return GenerateOutput(
             tokens=[run.tokens for run in runs],
-            texts=None if self.model.tokenizer is None else [self._text(run) for run in runs],
-            finish_reasons=[run.finish_reason(self.request.stop_token_ids) for run in runs],
+            texts=texts,
+            finish_reasons=[run.finish_reason for run in runs],
+            stop_reasons=[run.stop_reason for run in runs],
             rounds=[run.records for run in runs],
-            stats=collect(runs, self.model.config.dspark_block_size, compile_seconds, width),
+            logprobs=None if request.logprobs is None else [run.logprobs for run in runs],
+            prompt_logprobs=[
+                engine.prompt_logprobs.get(number, []) if engine else []
+                for number in range(len(runs))
+            ]
+            if asked
+            else None,
+            stats=collect(
+                runs,
+                self.model.config.dspark_block_size,
+                compile_seconds=engine.compile_seconds if engine else 0.0,
+                seconds=self._seconds,
+                streams=engine.width if engine else 1,
+                slot_rounds=engine.slot_rounds if engine else 0,
+                worked=engine.worked if engine else 0,
+            ),
         )
 
-    def _at_once(self, numbers: range) -> Iterator[Emission]:
-        """Runs the prompts of these numbers beside each other."""
-        started = time.perf_counter()
-        try:
-            for emission in self._engine.stream(numbers, self.rounds_per_call):
-                yield self._noted(emission, time.perf_counter() - started)
-        finally:
-            for place, number in enumerate(numbers):
-                run = self.prompts[number]
-                run.gate_state = self._engine.gate_of(place)
-                if not run.finished:
-                    run.seconds = time.perf_counter() - started
+    def _noted(self, emission: Emission) -> Emission:
+        """The emission, cut where a stop string ends it, with its text, after what it says has been
+        kept.
+        """
+        number, stop = emission.prompt, None
+        run, text = self.prompts[number], self._texts[number]
+        if text is not None:
+            piece = text.add(emission.tokens, emission.last)
+            run.pieces.append(piece.text or "")
+            emission = dataclasses.replace(
+                emission,
+                tokens=emission.tokens[: piece.kept],
+                logprobs=emission.logprobs and emission.logprobs[: piece.kept],
+                text=piece.text if self._with_text else None,
+                last=emission.last or piece.stop is not None,
+            )
+            stop = piece.stop
+            if stop is not None:
+                self.engine.end(number)
+        run.add(emission, time.perf_counter() - self.engine.started[number])
+        if emission.last:
+            run.finish(stop, self.request.prompts[number].stop_token_ids)
+        return emission
 
-    def _noted(self, emission: Emission, seconds: float) -> Emission:
-        """The emission, with its text, after what it says has been kept."""
-        run = self.prompts[emission.prompt]
-        run.add(emission.tokens, emission.record)
-        run.finished, run.seconds = emission.last, seconds
-        if self._texts is None:
-            return emission
-        text = self._texts[emission.prompt].add(emission.tokens, emission.last)
-        run.pieces.append(text or "")
-        return dataclasses.replace(emission, text=text)
+    def _note_ends(self) -> None:
+        """What is known of every prompt when the run is over, or given up."""
+        now = time.perf_counter()
+        for number, run in enumerate(self.prompts):
+            run.gate_state = self.engine.gate_of(number)
+            if number in self.engine.failures:
+                run.finish_reason = "error"
+            elif not run.finished and number in self.engine.started:
+                run.seconds = now - self.engine.started[number]
 
-    def _text(self, run: PromptRun) -> str:
+    def _text(self, number: int) -> str:
         """As it was shown: of an interrupted run without the bytes of an unfinished character."""
-        return decode(self.model, run.tokens) if self._texts is None else "".join(run.pieces)
+        run = self.prompts[number]
+        return (
+            decode(self.model, run.tokens) if self._texts[number] is None else "".join(run.pieces)
+        )
+
+
+def _failure(failures: dict[int, str]) -> str:
+    first = min(failures)
+    others = ", ".join(str(number) for number in sorted(failures) if number != first)
+    return failures[first] + (f" (so ended prompts {others} too)" if others else "")
 
 
 def _require_same_in_all_processes(model: Model, request: Request) -> None:
@@ -150,7 +212,15 @@ def _require_same_in_all_processes(model: Model, request: Request) -> None:
     weights = functools.reduce(
         lambda crc, leaf: zlib.crc32(np.asarray(leaf).tobytes(), crc), vectors, 0
     )
-    asked = dataclasses.asdict(request) | {"stop_token_ids": sorted(request.stop_token_ids)}
+    asked = {
+        field.name: getattr(request, field.name)
+        for field in dataclasses.fields(request)
+        if field.name not in ("prompts", "prefix")
+    }
+    prompts = [
+        dataclasses.asdict(prompt) | {"stop_token_ids": sorted(prompt.stop_token_ids)}
+        for prompt in request.prompts
+    ]
     require_same(
         config=model.config,
         checksum_of_vectors=weights,
@@ -159,5 +229,7 @@ def _require_same_in_all_processes(model: Model, request: Request) -> None:
         activation_quant=model.numerics.activation_quant,
         mesh=dict(model.mesh.shape),
         expert_storage=model.expert_storage,
+        prompts=prompts,
+        prefix=request.prefix and list(request.prefix.tokens),
         **asked,
     )

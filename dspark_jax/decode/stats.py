@@ -3,60 +3,105 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from dspark_jax.decode import gate as gates
-from dspark_jax.decode.engine import RoundRecord
+from dspark_jax.decode.emission import Emission, RoundRecord, TokenLogprob
 
 
 @dataclasses.dataclass
 class PromptRun:
-    """One prompt's run so far. seconds: prefill and rounds, without compilation, until its last
-    token. pieces: of its text, one an emission, where text is made as it comes.
+    """One prompt's run so far.
+
+    seconds: from the beginning of its prefill to its last token, without compilation.
+    first_seconds: to its first one. pieces: of its text, one an emission, where text is made as it
+    comes.
     """
 
     prompt_tokens: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     records: list[RoundRecord] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-    finished: bool = False
-    gate_state: gates.GateState | None = None
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     pieces: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    first_seconds: float | None = None
+    finished: bool = False
+    finish_reason: str = "interrupted"
+    stop_reason: int | str | None = None
+    gate_state: gates.GateState | None = None
 
-    def add(self, tokens: list[int], record: RoundRecord | None) -> None:
-        self.tokens += tokens
-        if record is not None:
-            self.records.append(record)
+    def add(self, emission: Emission, seconds: float) -> None:
+        """What was emitted, `seconds` after the beginning."""
+        self.tokens += emission.tokens
+        self.logprobs += emission.logprobs or []
+        if emission.record is not None:
+            self.records.append(emission.record)
+        if self.first_seconds is None:
+            self.first_seconds = seconds
+        self.seconds = seconds
 
-    def finish_reason(self, stop_token_ids: frozenset[int]) -> str:
-        if self.tokens and self.tokens[-1] in stop_token_ids:
-            return "stop"
-        return "length" if self.finished else "interrupted"
+    def finish(self, stop: str | None, stop_token_ids: frozenset[int]) -> None:
+        """Nothing follows. stop: the stop string that ended it."""
+        self.finished, self.finish_reason = True, "length"
+        if stop is None and self.tokens[-1] in stop_token_ids:
+            stop = self.tokens[-1]
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
 
 
-def collect(runs: list[PromptRun], block: int, compile_seconds: float, together: int = 1) -> dict:
-    """Totals over prompts, and `per_prompt` the same of each. together: how many of them, in their
-    order, ran at a time.
+def collect(
+    runs: list[PromptRun],
+    block: int,
+    compile_seconds: float,
+    seconds: float,
+    streams: int = 1,
+    slot_rounds: int = 0,
+    worked: int = 0,
+) -> dict:
+    """Totals over prompts, and `per_prompt` the same of each.
 
     tokens, rounds, proposed, verified, accepted: counts. accept_rate: accepted / verified, None
       without verified drafts.
     tokens_per_round: mean of accepted + 1, None without rounds. seconds, tokens_per_second: without
-      compilation. compile_seconds.
-    accepted_by_position: [K] rounds in which the draft at this position was accepted. Seconds of
-    prompts that ran together are each counted from their common start to the prompt's own last
-    token, so `per_prompt` shows the speed that each stream had; the total counts such a group once,
-    by the stream that took longest.
+      compilation; of all prompts from the beginning of the first to the end of the last, of one
+      from the beginning of its prefill to its last token, which is the speed that its stream had.
+    compile_seconds. accepted_by_position: [K] rounds in which the draft at this position was
+      accepted.
+    time_to_first_token, time_per_token: seconds, of one prompt (the latter after its first token,
+      None where there is no other); of all the means over prompts.
+    streams: places for streams. busy_share: of all rounds of all places, those in which a stream
+      was at work; None without rounds.
     gate: counters and bucket rates (gate.stats), None without speculative rounds.
     """
-    groups = [runs[i : i + together] for i in range(0, len(runs), together)]
-    total = _counts(runs, block, sum(max(run.seconds for run in group) for group in groups))
+    total = _counts(runs, block, seconds)
+    total["time_to_first_token"] = _mean(run.first_seconds for run in runs)
+    total["time_per_token"] = _mean(_per_token(run) for run in runs)
+    total["streams"] = streams
+    total["busy_share"] = worked / slot_rounds if slot_rounds else None
     total["compile_seconds"] = compile_seconds
     total["gate"] = _gate(
         [run.gate_state for run in runs if run.records and run.gate_state is not None]
     )
     total["per_prompt"] = [
-        _counts([run], block, run.seconds) | {"prompt_tokens": run.prompt_tokens} for run in runs
+        _counts([run], block, run.seconds)
+        | {
+            "prompt_tokens": run.prompt_tokens,
+            "time_to_first_token": run.first_seconds,
+            "time_per_token": _per_token(run),
+        }
+        for run in runs
     ]
     return total
+
+
+def _per_token(run: PromptRun) -> float | None:
+    more = len(run.tokens) - 1
+    return (run.seconds - run.first_seconds) / more if more > 0 else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _counts(runs: list[PromptRun], block: int, seconds: float) -> dict:

@@ -7,14 +7,25 @@ else. DSpark's is `dspark_drafter.py`; another one is a file beside it and an en
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.model.layers.cached import Rows
 from dspark_jax.model.main import MainModel
+
+
+# (logits [B, V], the position [B] that the token will stand at) -> the token, int32 [B]
+Choose = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def most_likely(logits: jax.Array, position: jax.Array) -> jax.Array:
+    """The greedy Choose."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 @struct.dataclass
@@ -69,12 +80,14 @@ class Drafter(Protocol):
         position: jax.Array,
         token: jax.Array,
         hidden: jax.Array | None = None,
+        choose: Choose = most_likely,
     ) -> Draft:
         """K = dspark_block_size proposals for what follows `token` [B], the anchor, which stands at
         `position` [B] and is not computed yet. The cache stays as it is.
 
         The rows up to the seed, at position - 1, have been given to `prime`; what the cache holds
         of later positions was never committed and must not be looked at. hidden [B, N*D]: a
-        captured hidden to draft from in place of the seed's, for this draft only.
+        captured hidden to draft from in place of the seed's, for this draft only. choose: how the
+        main model will choose; a draft that is chosen likewise is right most often.
         """
         ...

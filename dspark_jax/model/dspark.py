@@ -12,7 +12,7 @@ from flax import nnx
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import ConfigError
 from dspark_jax.model.cache import Cache, new_layers
-from dspark_jax.model.drafter import Draft, Drafter
+from dspark_jax.model.drafter import Choose, Draft, Drafter, most_likely
 from dspark_jax.model.dspark_drafter import DSparkDrafter
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.layers.rope import MAX_POSITIONS
@@ -71,10 +71,14 @@ def extend_step(module: DSpark, cache: Cache, tokens: jax.Array, valid: jax.Arra
 
 
 def draft_step(
-    module: DSpark, cache: Cache, token: jax.Array, hidden: jax.Array | None = None
+    module: DSpark,
+    cache: Cache,
+    token: jax.Array,
+    hidden: jax.Array | None = None,
+    choose: Choose = most_likely,
 ) -> Draft:
     """Drafts after `token` [B], which stands at the cache's position; see `Drafter.draft`."""
-    return module.drafter.draft(module.main, cache.drafter, cache.position, token, hidden)
+    return module.drafter.draft(module.main, cache.drafter, cache.position, token, hidden, choose)
 
 
 def default_prefill_chunk(config: ModelConfig) -> int:

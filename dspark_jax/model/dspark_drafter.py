@@ -10,7 +10,7 @@ from flax import nnx, struct
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.model.cache import in_window, write
-from dspark_jax.model.drafter import Draft
+from dspark_jax.model.drafter import Choose, Draft, most_likely
 from dspark_jax.model.layers.attention import absorb, finish, start
 from dspark_jax.model.layers.block import Block
 from dspark_jax.model.layers.cached import Rows
@@ -91,13 +91,14 @@ class DSparkDrafter(nnx.Module):
         position: jax.Array,
         token: jax.Array,
         hidden: jax.Array | None = None,
+        choose: Choose = most_likely,
     ) -> Draft:
         """`hidden` replaces the seed's key in the rings."""
         rings = cache.rings
         if hidden is not None:
             rings = self._replace_seed(rings, position - 1, hidden)
         y = self.run_stages(main, rings, position, token)[0]
-        return self.decode(main, y, token)
+        return self.decode(main, y, token, position, choose)
 
     def _replace_seed(self, rings: jax.Array, seed: jax.Array, hidden: jax.Array) -> jax.Array:
         """A copy of the rings with the keys of `hidden` [B, N*D] at position `seed` [B]."""
@@ -153,19 +154,28 @@ class DSparkDrafter(nnx.Module):
         """y [B, K, D] -> [B, K, V] float32, before the Markov term."""
         return dot(self.norm(y), main.draft_head())
 
-    def decode(self, main: MainModel, y: jax.Array, token: jax.Array) -> Draft:
+    def decode(
+        self,
+        main: MainModel,
+        y: jax.Array,
+        token: jax.Array,
+        position: jax.Array,
+        choose: Choose = most_likely,
+    ) -> Draft:
         """The Markov head from left to right: each position adds what its predecessor's token says,
-        then takes the best.
+        then chooses. y [B, K, D]; the anchor `token` [B] stands at `position` [B].
         """
 
-        def step(previous, base):
+        def step(previous, row):
+            base, offset = row
             logits = base + self.markov_bias(previous)
-            best = jnp.argmax(logits, axis=-1).astype(token.dtype)
+            best = choose(logits, position + offset).astype(token.dtype)
             return best, (best, logits, previous, jnp.isfinite(jnp.max(logits, axis=-1)))
 
         base = jnp.moveaxis(self.base_logits(main, y), 1, 0)
+        offsets = 1 + jnp.arange(base.shape[0], dtype=position.dtype)
         tokens, logits, previous, finite = jax.tree.map(
-            lambda a: jnp.moveaxis(a, 0, 1), jax.lax.scan(step, token, base)[1]
+            lambda a: jnp.moveaxis(a, 0, 1), jax.lax.scan(step, token, (base, offsets))[1]
         )
         return Draft(tokens, logits, jnp.where(finite, self.confidences(y, previous), jnp.nan))
 

@@ -19,14 +19,17 @@ from jax.sharding import NamedSharding
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.decode import gate, gate_config
-from dspark_jax.decode import round as rounds
-from dspark_jax.decode.engine import as_data, prefill_program, rounds_program
+from dspark_jax.decode.engine import as_data
+from dspark_jax.decode.programs import prefill_program, rounds_program
+from dspark_jax.decode.sampling import Choice
+from dspark_jax.decode.state import Chunk, RoundState, Settings, Variant
 from dspark_jax.errors import ConfigError
 from dspark_jax.model.dspark import DSpark, make_limits, new_cache
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.parameters import ShapeSource
 from dspark_jax.runtime.backend import compiling_for
 from dspark_jax.runtime.sharding import (
+    DATA,
     cache_shardings,
     make_mesh,
     parameter_sharding,
@@ -79,7 +82,9 @@ def compile_programs(
 
 
 class _Shapes:
-    """Abstract arguments of the programs, placed on the mesh."""
+    """Abstract arguments of the programs, placed on the mesh. A prompt is prefilled by itself on
+    each row of the data axis; the rounds are of all streams.
+    """
 
     def __init__(self, config: ModelConfig, mesh, context: int, streams: int):
         self.config, self.mesh, self.streams = config, mesh, streams
@@ -89,16 +94,25 @@ class _Shapes:
         )
         self.graphdef, self.state = nnx.split(DSpark(config, numerics, source))
         self.limits = make_limits(config, context, None)
+        self.cache, self.stage = (self._cache(n) for n in (streams, mesh.shape[DATA]))
+
+    def _cache(self, streams: int):
         cache = jax.eval_shape(
-            lambda: new_cache(config, streams, context, self.limits.rows, jnp.bfloat16)
+            lambda: new_cache(
+                self.config, streams, self.limits.max_seq_len, self.limits.rows, jnp.bfloat16
+            )
         )
-        self.cache = jax.tree.map(self._placed, cache, cache_shardings(mesh, cache))
+        return jax.tree.map(self._placed, cache, cache_shardings(self.mesh, cache))
 
     def _placed(self, leaf, where=None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where or replicated(self.mesh))
 
+    def _of_streams(self, streams: int, *shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        where = NamedSharding(self.mesh, stream_spec(self.mesh, streams))
+        return jax.ShapeDtypeStruct((streams, *shape), dtype, sharding=where)
+
     def cache_parts(self) -> set[str]:
-        """What the parts of the cache on one device are called in compiled text,
+        """What the parts of the caches on one device are called in compiled text,
         "bf16[2,8,16384,512]" say.
         """
 
@@ -106,48 +120,54 @@ class _Shapes:
             sizes = leaf.sharding.shard_shape(leaf.shape)
             return f"{_SHORT[leaf.dtype.name]}[{','.join(map(str, sizes))}]"
 
-        return {name(leaf) for leaf in jax.tree.leaves(self.cache) if leaf.ndim > 1}
+        leaves = jax.tree.leaves((self.cache, self.stage))
+        return {name(leaf) for leaf in leaves if leaf.ndim > 1}
 
     def programs(self) -> dict:
         """Name -> (function, donated argument, arguments): those that `generate` runs."""
-        ints = lambda *shape: self._placed(jax.ShapeDtypeStruct(shape, jnp.int32))
-        prefill = (
-            self.state,
-            self.cache,
-            ints(self.streams, self.limits.prefill_chunk),
-            ints(self.streams),
-            ints(self.streams),
-            ints(8),
-        )
-        programs = {PROGRAMS[0]: (prefill_program(self.graphdef, self.mesh), 1, prefill)}
+        prefill = prefill_program(self.graphdef, self.mesh, likely=None, scored=False)
+        programs = {PROGRAMS[0]: (prefill, 1, self._prefill_arguments())}
         config = jax.tree.map(
             lambda number: self._placed(as_data(number)), gate_config.GateConfig()
         )
-        arguments = (self.state, config, self._round_state(), ints(8), ints())
+        limits = (self._placed(jax.ShapeDtypeStruct((), dtype)) for dtype in (jnp.int32, jnp.bool_))
+        settings = self._settings(self.streams)
+        arguments = (self.state, config, settings, self.cache, self._round_state(), *limits)
         for name in PROGRAMS[1:]:
-            mode = name.removeprefix("rounds, ")
-            programs[name] = (
-                rounds_program(self.graphdef, self.mesh, self.limits, mode),
-                2,
-                arguments,
-            )
+            variant = Variant(name.removeprefix("rounds, "))
+            program = rounds_program(self.graphdef, self.mesh, self.limits, variant)
+            programs[name] = (program, 3, arguments)
         return programs
 
-    def _round_state(self) -> rounds.RoundState:
+    def _prefill_arguments(self) -> tuple:
+        rows, size = self.mesh.shape[DATA], self.limits.prefill_chunk
+        chunk = Chunk(
+            fresh=self._of_streams(rows, dtype=jnp.bool_),
+            tokens=self._of_streams(rows, size),
+            valid=self._of_streams(rows),
+            following=self._of_streams(rows, size),
+            remaining=self._of_streams(rows),
+        )
+        return self.state, self.stage, self._settings(rows), chunk
+
+    def _settings(self, streams: int) -> Settings:
+        bias = self._of_streams(streams, self.config.vocab_size, dtype=jnp.float32)
+        return Settings(Choice(bias, None), self._of_streams(streams, 8))
+
+    def _round_state(self) -> RoundState:
         rows = NamedSharding(self.mesh, stream_spec(self.mesh, self.streams))
-        vector = lambda dtype: self._placed(jax.ShapeDtypeStruct((self.streams,), dtype), rows)
         gate_state = jax.tree.map(
             lambda leaf: self._placed(leaf, rows),
             jax.eval_shape(lambda: gate.init(gate_config.GateConfig(), self.streams)),
         )
-        return rounds.RoundState(
-            self.cache,
-            vector(jnp.int32),
-            vector(jnp.float32),
-            vector(jnp.int32),
-            vector(jnp.bool_),
-            vector(jnp.int32),
-            gate_state,
+        return RoundState(
+            cache=None,
+            anchor=self._of_streams(self.streams),
+            margin=self._of_streams(self.streams, dtype=jnp.float32),
+            remaining=self._of_streams(self.streams),
+            done=self._of_streams(self.streams, dtype=jnp.bool_),
+            faulty=self._of_streams(self.streams),
+            gate=gate_state,
         )
 
 

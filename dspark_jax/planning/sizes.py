@@ -100,8 +100,8 @@ def activation_bytes(config: ModelConfig, mesh: tuple[int, int], streams: int) -
     """Estimate of the most memory that a prefill chunk or a round needs beside parameters and
     cache.
 
-    Rows of a round: streams per device x (K + 1); of a prefill: streams per device x chunk. For
-    each row of either: the residual streams, one block of gathered entries, the attention scores
+    Rows of a round: streams per device x (K + 1); of a prefill, of one stream: the chunk. For each
+    row of either: the residual streams, one block of gathered entries, the attention scores
     and queries of the device's heads. For each row of a round: the logits of the main model and of
     the drafter, and a masked copy of both, float32.
     """
@@ -120,13 +120,21 @@ def activation_bytes(config: ModelConfig, mesh: tuple[int, int], streams: int) -
     logits = 4 * config.vocab_size * 4
     return max(
         layer(rows) + rows * logits,
-        layer(_local(streams, mesh) * chunk) + _local(streams, mesh) * logits,
+        layer(chunk) + logits,
     )
 
 
 def _local(streams: int, mesh: tuple[int, int]) -> int:
     """Streams of one device; a single stream is computed by every row of the mesh."""
     return -(-streams // mesh[0])
+
+
+def _caches(streams: int, mesh: tuple[int, int]) -> int:
+    """Caches of one stream that a device holds: beside several, the one that prompts are prefilled
+    in (decode/engine.py).
+    """
+    local = _local(streams, mesh)
+    return local + (local > 1)
 
 
 def check(
@@ -193,11 +201,11 @@ def make_plan(
     parameters = parameter_bytes(config, mesh)
     activations = activation_bytes(config, mesh, streams)
     per_stream = cache_bytes(config, context)
-    total = sum(parameters.values()) + activations + _local(streams, mesh) * per_stream
+    total = sum(parameters.values()) + activations + _caches(streams, mesh) * per_stream
 
     def fits(context, streams):
         held = sum(parameters.values()) + activation_bytes(config, mesh, streams)
-        return held + _local(streams, mesh) * cache_bytes(config, context) <= target.memory
+        return held + _caches(streams, mesh) * cache_bytes(config, context) <= target.memory
 
     longest = _largest(lambda n: fits(n * 1024, streams), MAX_POSITIONS // 1024) * 1024
     bound = int(target.memory // per_stream)  # of the caches alone
