@@ -230,16 +230,16 @@ class Engine:
         compilation.
         """
         small, settings = self._slots.on_device()
-        prefix = self.request.prefix
-        key = self.width, self.request.sampled, settings.stop_ids.shape, prefix is not None
+        before = self.request.prefix and self.request.prefix.cache
+        key = self.width, self.request.sampled, settings.stop_ids.shape, before is not None
         if key in self._programs.warm:
             return 0.0
         started = time.perf_counter()
         with deferred_interrupts(), collection_paused(), losses_explained():
             self._new_caches()
             stage = self._cache if self._stage is None else self._stage
-            if prefix is not None:
-                stage = self._programs.seat(stage, prefix.cache, np.ones(self.rows, np.int32))
+            if before is not None:
+                stage = self._programs.seat(stage, before, np.ones(self.rows, np.int32))
             _compile_together(
                 self._programs.begin.lower(*self._prefill.arguments(stage, {}, 0)),
                 lambda: self._programs.run.lower(*self._run_arguments(small, settings, 0, False)),

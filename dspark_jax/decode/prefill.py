@@ -21,6 +21,8 @@ class Prefill:
     def __init__(self, model: Model, request: Request, programs: Programs, slots: Slots):
         self._model, self._request, self._programs, self._slots = model, request, programs, slots
         self._rows, self._size = model.mesh.shape[DATA], model.limits.prefill_chunk
+        # What is computed already and stands before every prompt; a session's cache, or None.
+        self._computed = request.prefix and request.prefix.cache
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
 
     def arguments(self, cache: Cache, numbers: dict[int, int], at: int, settings=None) -> tuple:
@@ -39,7 +41,7 @@ class Prefill:
         with. A prompt that has ended takes no rows of later chunks.
         """
         begun: dict[int, Begun] = {}
-        if self._request.prefix is not None:
+        if self._computed is not None:
             cache = self._with_prefix(cache, numbers)
         settings = None
         for at in range(0, max(map(len, map(self._ids, numbers.values()))), self._size):
@@ -67,8 +69,7 @@ class Prefill:
 
     def _with_prefix(self, cache: Cache, numbers: dict[int, int]) -> Cache:
         places = [0 if row in numbers else 1 for row in range(self._rows)]
-        prefix = self._request.prefix.cache
-        return self._programs.seat(cache, prefix, np.array(places, np.int32))
+        return self._programs.seat(cache, self._computed, np.array(places, np.int32))
 
     def _chunk(self, numbers: dict[int, int], at: int) -> Chunk:
         tokens, following = (np.zeros((self._rows, self._size), np.int32) for _ in range(2))
@@ -78,7 +79,7 @@ class Prefill:
             ids = self._ids(number)
             part, after = ids[at : at + self._size], ids[at + 1 : at + 1 + self._size]
             tokens[row, : len(part)], following[row, : len(after)] = part, after
-            valid[row], fresh[row] = len(part), at == 0 and self._request.prefix is None
+            valid[row], fresh[row] = len(part), at == 0 and self._computed is None
             remaining[row] = self._request.prompts[number].max_new_tokens
         return Chunk(fresh, tokens, valid, following, remaining)
 

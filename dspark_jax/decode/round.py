@@ -35,6 +35,7 @@ from dspark_jax.decode.state import (
 )
 from dspark_jax.model.cache import Cache, commit
 from dspark_jax.model.dspark import DSpark, Limits, draft_step, extend_step
+from dspark_jax.runtime.sharding import model_shards
 
 
 def kept_tokens(
@@ -59,10 +60,28 @@ def places(position: jax.Array, rows: int) -> jax.Array:
     return position[:, None] + 1 + jnp.arange(rows)
 
 
+def one_token_rows(module: DSpark, limits: Limits, streams: int) -> int:
+    """Rows of each of `streams` streams (on this device) where each computes one token.
+
+    Where a stream by itself needs two, only because a CPU multiplies a single row in another order,
+    several streams need one each: together they are several rows, and in the products that are made
+    stream by stream several heads are.
+    """
+    config = module.main.config
+    heads = min(config.num_attention_heads, config.index_n_heads) // model_shards()
+    return 1 if limits.decode_rows == 2 and streams > 1 and heads > 1 else limits.decode_rows
+
+
+def _one_token(module: DSpark, limits: Limits, token: jax.Array) -> jax.Array:
+    """token [B] -> [B, rows], padded."""
+    rows = one_token_rows(module, limits, token.shape[0])
+    return jnp.pad(token[:, None], [(0, 0), (0, rows - 1)])
+
+
 def plain_step(module: DSpark, limits: Limits, choice: Choice, state: RoundState) -> Verdict:
     """One row of every stream that is not done; the drafter's rings are left alone."""
     active = ~state.done
-    tokens = jnp.pad(state.anchor[:, None], [(0, 0), (0, limits.decode_rows - 1)])
+    tokens = _one_token(module, limits, state.anchor)
     y, _, cache, _ = module.main.extend(state.cache, tokens, active.astype(jnp.int32), "decode")
     logits = module.main.logits(y)[:, :1]
     said = sampling.choose(choice, logits, places(cache.position, 1))
@@ -106,7 +125,7 @@ def verify_sequentially(
 
     def body(carry):
         i, going, token, verdict = carry
-        tokens = jnp.pad(token[:, None], [(0, 0), (0, limits.decode_rows - 1)])
+        tokens = _one_token(module, limits, token)
         y, _, cache = extend_step(module, verdict.cache, tokens, going.astype(jnp.int32), "decode")
         logits = module.main.logits(y)[:, :1]
         said = sampling.choose(choice, logits, places(cache.position, 1))[:, 0]

@@ -18,6 +18,9 @@ from dspark_jax.loading.load import Model
 from dspark_jax.runtime.sharding import stream_spec
 
 
+FEWEST_STOP_IDS = 8  # that a program has room for
+
+
 class Slots:
     """`width` places, all empty at first. An empty one is a stream that is done.
 
@@ -73,27 +76,38 @@ class Slots:
 
     def settings(self, prompts: Sequence[Prompt | None]) -> Settings:
         """Of the prompts, on the device; None: an empty place."""
-        return self._placed(make_settings(self._request, prompts, self._model.config.vocab_size))
+        size, vocabulary = _padded_size(self._request), self._model.config.vocab_size
+        return self._placed(_settings(prompts, size, vocabulary, self._request.sampled))
 
     def _placed(self, tree):
-        """On the device, cut by streams, which are the first axis."""
-        mesh = self._model.mesh
-        streams = jax.tree.leaves(tree)[0].shape[0]
-        return jax.device_put(tree, NamedSharding(mesh, stream_spec(mesh, streams)))
+        return placed(self._model, tree)
 
 
-def make_settings(request: Request, prompts: Sequence[Prompt | None], vocabulary: int) -> Settings:
-    """Of these prompts, on the host."""
-    stop_ids = np.full((len(prompts), _padded_size(request)), -1, np.int32)
+def greedy_settings(model: Model) -> Settings:
+    """Of one stream for which nothing was asked, on the device."""
+    return placed(model, _settings([None], FEWEST_STOP_IDS, model.config.vocab_size, False))
+
+
+def placed(model: Model, tree):
+    """On the device, cut by streams, which are the first axis of every leaf."""
+    streams = jax.tree.leaves(tree)[0].shape[0]
+    return jax.device_put(tree, NamedSharding(model.mesh, stream_spec(model.mesh, streams)))
+
+
+def _settings(
+    prompts: Sequence[Prompt | None], stop_ids: int, vocabulary: int, sampled: bool
+) -> Settings:
+    """On the host. stop_ids: how many there is room for."""
+    stops = np.full((len(prompts), stop_ids), -1, np.int32)
     bias = np.zeros((len(prompts), vocabulary), np.float32)
     for place, prompt in enumerate(prompts):
         if prompt is not None:
             ids = sorted(prompt.stop_token_ids)
-            stop_ids[place, : len(ids)] = ids
+            stops[place, : len(ids)] = ids
             if prompt.bias:
                 tokens, values = zip(*prompt.bias)
                 bias[place, list(tokens)] = values
-    return Settings(Choice(bias, _sampling(prompts) if request.sampled else None), stop_ids)
+    return Settings(Choice(bias, _sampling(prompts) if sampled else None), stops)
 
 
 def _sampling(prompts: Sequence[Prompt | None]) -> Sampling:
@@ -113,8 +127,8 @@ def _sampling(prompts: Sequence[Prompt | None]) -> Sampling:
 
 def _padded_size(request: Request) -> int:
     """Stop ids come in lists of 8, 16, 32 ..., so that another stop token compiles nothing."""
-    most = max((len(prompt.stop_token_ids) for prompt in request.prompts), default=0)
-    return max(8, 1 << (most - 1).bit_length()) if most else 8
+    most = max(len(prompt.stop_token_ids) for prompt in request.prompts)
+    return max(FEWEST_STOP_IDS, 1 << (most - 1).bit_length()) if most else FEWEST_STOP_IDS
 
 
 def _with(values: np.ndarray, place: int, value) -> np.ndarray:

@@ -29,19 +29,24 @@ def _unfinished(path: Path) -> Path:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes `text` to `path`. Raises OSError; what stood there before is then untouched.
+    """`write_bytes` of the text in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Writes `content` to `path`. Raises OSError; what stood there before is then untouched.
 
     A link is followed, so that what it points to is replaced and not the link. What is not a
     regular file, such as a pipe or /dev/stdout, is written to directly.
     """
     path = real_path(path)
     if path.exists() and not path.is_file():
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(path, "wb") as file:
+            file.write(content)
         return
     unfinished = _unfinished(path)
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(content)
         os.replace(unfinished, path)
     except OSError:
         unfinished.unlink(missing_ok=True)

@@ -1,0 +1,221 @@
+"""A session: tokens that go on being added to, by the caller and by the model, each computed once.
+
+What a session remembers of its tokens is a cache of one stream, the drafter's part included: a
+cache without it would make drafts from the middle of nowhere, and acceptance would collapse. The
+cache holds all tokens but the last ones, `pending`: at least one, whose row chooses the next token,
+and in plain mode, which does not prime the drafter, all that were generated. They are computed with
+what comes next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from dspark_jax.decode import session_file
+from dspark_jax.decode.generate import GenerateOutput, StreamEvent, completed, events
+from dspark_jax.decode.options import SEEDS
+from dspark_jax.decode.programs import programs
+from dspark_jax.decode.request import encode, make_request
+from dspark_jax.decode.run import Run
+from dspark_jax.decode.slots import greedy_settings
+from dspark_jax.decode.state import Chunk, Variant
+from dspark_jax.decode.steps import new_cache
+from dspark_jax.errors import ConfigError, PromptError
+from dspark_jax.loading.load import Model
+from dspark_jax.model.cache import Cache
+from dspark_jax.runtime.settings import own_settings
+
+
+class Session:
+    """One stream of a model, continued turn by turn.
+
+        session = dspark.Session(model)
+        session.feed("def add(a, b):")
+        out = session.generate(max_new_tokens=40)
+        session.feed("\\n\\ndef subtract")
+        for event in session.stream(max_new_tokens=40): ...
+
+    After any turns the tokens, drafts and log-probabilities are those of a fresh run over the same
+    ids, bit for bit on a CPU. (On accelerators the rows of a call choose kernels, and prefill has
+    more of them than a round: the same tokens, near ties apart.)
+
+    model: its Model. tokens: all of them, list of ids. position: how many. seed: of the noise where
+    tokens are drawn (the key of a session is fold_in(key(seed), 0)); a fork has another one.
+    """
+
+    def __init__(self, model: Model, seed: int = 0):
+        _check_seed(seed)
+        self.model, self.seed, self.tokens = model, int(seed), []
+        self.cache: Cache | None = None
+        self._computed = 0  # tokens that the cache holds
+        self._shared = False  # whether a fork has the same cache, so that it must not be reused
+        self._next_seed = itertools.count(self.seed + 1)  # of the whole family of forks
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The last tokens, which the cache does not hold."""
+        return tuple(self.tokens[self._computed :])
+
+    def __repr__(self) -> str:
+        return f"Session({self.position} of {self.model.limits.max_seq_len} tokens)"
+
+    def feed(self, prompt) -> Session:
+        """Adds text (str) or token ids, and computes all but the last. Text is encoded as
+        tokenizer.json says where it begins the session, and by itself after that: tokens do not
+        join over the border.
+
+        Raises PromptError for ids outside the vocabulary, for no tokens, and for more than
+        max_seq_len holds; then nothing is added.
+        """
+        ids = self._encoded(prompt)
+        most = self.model.limits.max_seq_len
+        if self.position + len(ids) > most:
+            raise PromptError(
+                f"feed: {len(ids)} tokens after the {self.position} of this session do not fit "
+                f"into max_seq_len {most}; load with a larger one, or begin a new session"
+            )
+        self.tokens += ids
+        self._compute(self.position - 1)
+        return self
+
+    def generate(
+        self, max_new_tokens: int = 128, seed: int | None = None, progress=False, **options
+    ) -> GenerateOutput:
+        """Continues the session; its tokens grow by those of the output. seed: None: the session's
+        own. options: those of `dspark.generate`.
+
+        Returns a GenerateOutput with one entry. Raises as `dspark.generate` does; what was emitted
+        before stays in the session.
+        """
+        run = self._run(False, max_new_tokens=max_new_tokens, seed=seed, **options)
+        before = self.position
+        try:
+            return completed(run, progress)
+        finally:
+            self._adopt(run, before)
+
+    def stream(
+        self, max_new_tokens: int = 128, seed: int | None = None, **options
+    ) -> Iterator[StreamEvent]:
+        """Like `generate`, yielding a StreamEvent a round. The session's tokens grow with every
+        event; closing the iterator ends it there.
+        """
+        run = self._run(True, max_new_tokens=max_new_tokens, seed=seed, **options)
+        run.compile()
+        return self._events(run, self.position)
+
+    def _events(self, run: Run, before: int) -> Iterator[StreamEvent]:
+        with contextlib.closing(events(run)) as iterator:
+            try:
+                for event in iterator:
+                    self.tokens = self.tokens[:before] + run.prompts[0].tokens
+                    yield event
+            finally:
+                self._adopt(run, before)
+
+    def fork(self, seed: int | None = None) -> Session:
+        """A session with the same tokens, which goes on by itself; what is computed is shared.
+        seed: None: one that no other fork of this family has.
+        """
+        other = Session(self.model, next(self._next_seed) % SEEDS if seed is None else seed)
+        other.tokens, other._computed = list(self.tokens), self._computed
+        other.cache, other._next_seed = self.cache, self._next_seed
+        self._shared = other._shared = True
+        return other
+
+    def save(self, path) -> None:
+        """Writes it to a safetensors file; what was there is replaced once the new one is whole.
+        Raises OSError where that is not possible.
+        """
+        session_file.write(path, self.model, self.seed, self.tokens, self._computed, self.cache)
+
+    @classmethod
+    def load(cls, model: Model, path) -> Session:
+        """A session that `save` wrote.
+
+        Raises CheckpointError for a file that is none, or is damaged, and ConfigError for one of
+        another model, precision or size of rings, naming what differs.
+        """
+        saved = session_file.read(path, model)
+        session = cls(model, saved.seed)
+        session.tokens, session._computed, session.cache = saved.tokens, saved.computed, saved.cache
+        return session
+
+    def _encoded(self, prompt) -> list[int]:
+        encoded = encode(self.model, prompt, begins=self.position == 0)
+        if len(encoded) != 1:
+            raise PromptError(f"feed: one text or one list of token ids, got {len(encoded)}")
+        return encoded[0]
+
+    def _run(self, by_round: bool, seed, **options) -> Run:
+        if not self.tokens:
+            raise PromptError("this session is empty: feed it at least one token first")
+        seed = self.seed if seed is None else seed
+        _check_seed(seed)
+        request = make_request(self.model, [[]], prefix=self, seed=[int(seed)], **options)
+        if request.streams != 1:
+            raise ConfigError("streams: a session is one stream; use generate(..., prefix=session)")
+        return Run(self.model, request, by_round=by_round, with_text=by_round)
+
+    def _adopt(self, run: Run, before: int) -> None:
+        """Takes over what a run emitted, and what it computed where the cache holds that and
+        nothing else: not if it was given up, ended by a string, or did not prime the drafter.
+        """
+        said = run.prompts[0]
+        self.tokens = self.tokens[:before] + said.tokens
+        ended_on_device = said.finished and not isinstance(said.stop_reason, str)
+        if ended_on_device and (run.request.mode != "plain" or len(said.tokens) == 1):
+            self.cache, self._shared = run.engine.last_cache(), False
+            self._computed = self.position - 1
+
+    def _compute(self, end: int) -> None:
+        """Computes the tokens up to number `end`, so that the cache holds them."""
+        model, size = self.model, self.model.limits.prefill_chunk
+        if end <= self._computed:
+            return
+        with own_settings(model.mesh):
+            cache = self._own_cache()
+            begin = programs(model.split[0], model.mesh, model.limits, Variant("plain")).begin
+            settings = greedy_settings(model)
+            for at in range(self._computed, end, size):
+                part = self.tokens[at : min(at + size, end)]
+                cache, _ = begin(model.split[1], cache, settings, _chunk(part, size))
+        self.cache, self._shared, self._computed = cache, False, end
+
+    def _own_cache(self) -> Cache:
+        """One that may be written over."""
+        if self.cache is None:
+            return new_cache(self.model)
+        return _copy(self.cache) if self._shared else self.cache
+
+
+@functools.partial(jax.jit)
+def _copy(cache: Cache) -> Cache:
+    return jax.tree.map(lambda leaf: leaf.copy(), cache)
+
+
+def _chunk(part: list[int], size: int) -> Chunk:
+    tokens = np.zeros((1, size), np.int32)
+    tokens[0, : len(part)] = part
+    return Chunk(
+        fresh=np.zeros(1, np.bool_),
+        tokens=tokens,
+        valid=np.array([len(part)], np.int32),
+        following=np.zeros((1, size), np.int32),
+        remaining=np.zeros(1, np.int32),
+    )
+
+
+def _check_seed(seed) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < SEEDS:
+        raise ConfigError(f"seed: {seed!r} is not an integer from 0 to {SEEDS - 1}")
