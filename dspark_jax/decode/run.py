@@ -17,6 +17,7 @@ import numpy as np
 from dspark_jax.decode.emission import Emission, RoundRecord, TokenLogprob
 from dspark_jax.decode.engine import Engine
 from dspark_jax.decode.request import Request
+from dspark_jax.decode.room import check_room
 from dspark_jax.decode.state import ROUNDS_PER_CALL
 from dspark_jax.decode.stats import PromptRun, collect
 from dspark_jax.decode.stop_strings import StopText
@@ -67,6 +68,7 @@ class Run:
     """
 
     def __init__(self, model: Model, request: Request, by_round=False, with_text=False):
+        check_room(model, request)
         _require_same_in_all_processes(model, request)
         self.model, self.request, self._with_text = model, request, with_text
         self.prompts = [PromptRun(len(prompt.ids)) for prompt in request.prompts]

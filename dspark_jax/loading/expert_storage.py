@@ -72,7 +72,8 @@ class ExpertStorage:
 
 
 def choose(build: Callable[[Source], nnx.Module], numerics: Numerics, cache: Any) -> ExpertStorage:
-    """How to hold the experts of the model build(source). cache: shapes of one stream's cache.
+    """How to hold the experts of the model build(source). cache: shapes of the caches that a
+      device is to have room for.
 
     Raises ConfigError for another value of the environment variable. On a mesh of several processes
       all must call it.

@@ -23,6 +23,7 @@ from dspark_jax.loading.sources import ConvertedSource, LeafRecorder, OfficialSo
 from dspark_jax.loading.stated_sizes import check_sizes
 from dspark_jax.model.dspark import (
     MAX_SEQ_LEN,
+    STREAMS_AT_ONCE,
     DSpark,
     Limits,
     make_limits,
@@ -131,12 +132,13 @@ def load(
 def choose_expert_storage(
     config: ModelConfig, numerics: Numerics, max_seq_len: int = MAX_SEQ_LEN, rows: int | None = None
 ) -> ExpertStorage:
-    """How `load` would hold the routed experts of this config on this machine now. rows: see
-    Limits; None: those of load's defaults.
+    """How `load` would hold the routed experts of this config on this machine now, so that there is
+    room for the caches of STREAMS_AT_ONCE streams and the one that prompts are prefilled in. rows:
+    see Limits; None: those of load's defaults.
     """
-    rows = rows or most_rows(config)
+    rows, caches = rows or most_rows(config), STREAMS_AT_ONCE + 1
     cache = jax.eval_shape(
-        lambda: new_cache(config, 1, max_seq_len, rows, jnp.dtype(numerics.dtype))
+        lambda: new_cache(config, caches, max_seq_len, rows, jnp.dtype(numerics.dtype))
     )
     return expert_storage.choose(functools.partial(DSpark, config, numerics), numerics, cache)
 

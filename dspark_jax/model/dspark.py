@@ -22,6 +22,7 @@ from dspark_jax.runtime.backend import decode_rows
 
 MAX_SEQ_LEN = 4096  # the default
 LARGEST_PREFILL_CHUNK = 128
+STREAMS_AT_ONCE = 8  # on a row of the mesh, at most, where the caller does not say how many
 
 
 def drafter_class(config: ModelConfig) -> type[Drafter]:
