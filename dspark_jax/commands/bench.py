@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         from dspark_jax.decode.request import check_options
 
         gate = asked_gate(args)
-        check_options(args.max_new_tokens, MODES[0], gate, temperature=0, top_k=0, top_p=1)
+        check_options(max_new_tokens=args.max_new_tokens, gate=gate)
         model = dspark.load(args.checkpoint, max_seq_len=args.max_seq_len)
     ways = len(MODES) + 1  # with that of one row
     text = f"runs (each of the first {ways} compiles)"

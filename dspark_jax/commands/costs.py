@@ -11,7 +11,6 @@ import numpy as np
 
 from dspark_jax.decode import steps
 from dspark_jax.decode.engine import Engine
-from dspark_jax.decode.gate_config import GateConfig
 from dspark_jax.decode.request import make_request
 from dspark_jax.errors import ConfigError
 from dspark_jax.loading.load import Model
@@ -53,7 +52,7 @@ def _step_ms(model: Model, prompt: list[int], mode: str, repeats: int) -> float:
     """One call of one round, whatever it emits."""
     rows = model.config.dspark_block_size + 1
     most = 1 + (repeats + 1) * rows  # as many as these rounds may emit
-    request = make_request(model, prompt, most, mode, GateConfig(), 0.0, 0, 1.0, [])
+    request = make_request(model, prompt, max_new_tokens=most, mode=mode, stop_token_ids=[])
     emissions = Engine(model, request).stream([0], 1)
     next(emissions)
     return _median_ms(lambda: next(emissions), repeats)

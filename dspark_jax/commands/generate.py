@@ -84,14 +84,21 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "--temperature",
         type=float,
         default=0.0,
-        help="only 0, greedy, so far (default %(default)s)",
+        help="how much chance there is in the choice of tokens; 0: none (default %(default)s)",
     )
-    add("--top-p", type=float, default=1.0, metavar="P", help="only 1 so far (default %(default)s)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest likeliest tokens whose probabilities reach P (default "
+        "%(default)s: all)",
+    )
     add(
         "--seed",
         type=int,
         default=0,
-        help="of sampling; without effect while decoding is greedy (default %(default)s)",
+        help="of sampling; without effect at temperature 0 (default %(default)s)",
     )
     add(
         "--mesh",
@@ -171,10 +178,21 @@ def _asked_run(model, prompt: str | list[int], args: argparse.Namespace, gate):
     from dspark_jax.decode.request import make_request
     from dspark_jax.decode.run import Run
 
-    top_k, stop_ids = 0, _stop_ids(model, args.stop)
-    sampling = args.temperature, top_k, args.top_p
-    request = make_request(model, prompt, args.max_new_tokens, args.mode, gate, *sampling, stop_ids)
+    stop_ids = _stop_ids(model, args.stop)
+    request = make_request(model, prompt, stop_token_ids=stop_ids, **_asked(args, gate))
     return Run(model, request, rounds_per_call=1, with_text=True)
+
+
+def _asked(args: argparse.Namespace, gate) -> dict:
+    """The options that need no model to be understood."""
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        "mode": args.mode,
+        "gate": gate,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "seed": args.seed,
+    }
 
 
 def _complete(run, show: bool) -> None:
@@ -217,8 +235,7 @@ def _check_options(args: argparse.Namespace, gate) -> None:
     """Refuses before a model is loaded, or a prompt read, what can be refused without them."""
     from dspark_jax.decode.request import check_options, check_text
 
-    top_k = 0
-    check_options(args.max_new_tokens, args.mode, gate, args.temperature, top_k, args.top_p)
+    check_options(**_asked(args, gate))
     require_room(args)
     for stop in args.stop or []:
         check_text(stop, f"--stop {stop!r}")

@@ -3,90 +3,126 @@
 from __future__ import annotations
 
 import dataclasses
-import reprlib
 import warnings
 
-import jax
 import numpy as np
 
-from dspark_jax.decode import gate_config
-from dspark_jax.decode.gate_config import GateConfig
-from dspark_jax.decode.modes import MODES
+from dspark_jax.decode import options
+from dspark_jax.decode.gate_config import FLOAT32_TINY, GateConfig
+from dspark_jax.decode.options import Checked, Options, all_ids, check_text, plain, shown
 from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.loading.load import Model
+from dspark_jax.runtime.sharding import DATA
 
-_ARRAYS = np.ndarray, np.generic, jax.Array
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A checked prompt and what was asked for it.
+
+    ids: token ids, without those of a prefix; never empty without one. max_new_tokens: 1 or more.
+    stop_token_ids: each ends the stream and is its last token. stop: strings that end it, none of
+    them empty.
+    temperature: 0: greedy. top_k: 0 .. vocabulary - 1; 0: all. top_p: (0, 1]. min_p: [0, 1).
+    seed: 0 .. 2**32 - 1, and index: the key of the noise is fold_in(key(seed), index). The index is
+      0 where each prompt was given a seed of its own, else the prompt's number in the call.
+    bias: (token id, what is added to its logit), by id; -inf: the token is never chosen.
+    """
+
+    ids: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    stop: tuple[str, ...]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    index: int
+    bias: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked request. prompts: token ids. stop_token_ids: each ends a stream and is its last."""
+    """A checked request.
 
-    prompts: tuple[tuple[int, ...], ...]
-    max_new_tokens: int
+    streams: how many run at a time on each row of the mesh's data axis, a power of two.
+    logprobs: None: not asked for; n: of every emitted token and of the n most likely in its place.
+    prompt_logprobs: of the prompts' tokens as well. prefix: a Session, not an empty one, whose
+    tokens stand before each prompt, or None.
+    """
+
+    prompts: tuple[Prompt, ...]
     mode: str
     gate: GateConfig
-    stop_token_ids: frozenset[int]
+    streams: int
+    logprobs: int | None
+    prompt_logprobs: bool
+    prefix: object | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether any token is drawn; else no program holds a sampler."""
+        return any(prompt.temperature > 0 for prompt in self.prompts)
 
 
-def make_request(
-    model: Model, prompts, max_new_tokens, mode, gate, temperature, top_k, top_p, stop_token_ids
-) -> Request:
-    """Raises PromptError or ConfigError for anything that cannot be served, naming it; warns of
-    what the model was not made for.
+def make_request(model: Model, prompts, *, prefix=None, **asked) -> Request:
+    """asked: the fields of Options, with its defaults. prefix: a Session.
+
+    Raises PromptError or ConfigError for anything that cannot be served, naming it; warns of what
+    the model was not made for.
     """
-    options = max_new_tokens, mode, gate, temperature, top_k, top_p
-    check_options(*options, model.config.dspark_block_size)
-    max_new_tokens = int(max_new_tokens)  # sums of small NumPy integers would wrap
-    encoded = encode(model, prompts)
-    _warn_of_two_beginnings(model, prompts, encoded)
-    for i, ids in enumerate(encoded):
-        _check_prompt(model, i, ids, max_new_tokens)
-    _warn_beyond_positions(model, max(map(len, encoded)) + max_new_tokens)
+    config, before = model.config, _prefix_length(model, prefix)
+    encoded = encode(model, prompts, begins=before == 0)
+    checked = options.check(
+        Options(**asked), len(encoded), config.dspark_block_size, config.vocab_size
+    )
+    made = _prompts(model, encoded, checked)
+    for i, prompt in enumerate(made):
+        _check_prompt(model, i, prompt, before)
+    if before == 0:
+        _warn_of_two_beginnings(model, prompts, encoded)
+    longest = max(len(prompt.ids) + prompt.max_new_tokens for prompt in made)
+    _warn_beyond_positions(model, before + longest)
     return Request(
-        tuple(tuple(int(t) for t in ids) for ids in encoded),
-        max_new_tokens,
-        mode,
-        gate,
-        _stop_ids(model, stop_token_ids),
+        made,
+        checked.mode,
+        checked.gate,
+        options.slots(checked.streams, len(made), model.mesh.shape[DATA]),
+        checked.logprobs,
+        checked.prompt_logprobs,
+        prefix if before else None,
     )
 
 
-def check_options(
-    max_new_tokens, mode, gate, temperature, top_k, top_p, block_size: int | None = None
-) -> None:
-    """Raises ConfigError for what can be refused without a model. block_size: the model's, where it
-    is known.
+def check_options(*, block_size: int | None = None, count: int | None = None, **asked) -> None:
+    """Raises ConfigError or PromptError for what can be refused without a model. block_size: the
+    model's, count: of prompts, where they are known. asked: the fields of Options.
     """
-    if mode not in MODES:
-        raise ConfigError(f"mode: {mode!r} is unknown; use one of {', '.join(MODES)}")
-    if temperature != 0 or top_k != 0 or top_p != 1:
+    options.check(Options(**asked), count, block_size)
+
+
+def _prefix_length(model: Model, prefix) -> int:
+    """Tokens that stand before each prompt."""
+    if prefix is None:
+        return 0
+    tokens = getattr(prefix, "tokens", None)
+    if not hasattr(prefix, "model") or not isinstance(tokens, (list, tuple)):
+        raise ConfigError(f"prefix: expected a dspark.Session, got {shown(prefix)}")
+    if prefix.model is not model:
         raise ConfigError(
-            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: this version decodes "
-            "greedily only; "
-            "leave them at 0, 0 and 1"
+            "prefix: this session is of another model; what it remembers is of use to its own only"
         )
-    if not isinstance(gate, GateConfig):
-        raise ConfigError(f"gate: expected a dspark.GateConfig, got {type(gate).__name__}")
-    gate_config.validate(gate, _least_block(gate) if block_size is None else block_size)
-    if (
-        not isinstance(max_new_tokens, (int, np.integer))
-        or isinstance(max_new_tokens, bool)
-        or max_new_tokens < 1
-    ):
-        raise ConfigError(f"max_new_tokens: {max_new_tokens!r} is not a positive integer")
+    return len(tokens)
 
 
-def _least_block(gate: GateConfig) -> int:
-    """The shortest draft block that these numbers can go with."""
-    return gate.min_draft if isinstance(gate.min_draft, int) and gate.min_draft > 1 else 1
-
-
-def encode(model: Model, prompts) -> list[list[int]]:
+def encode(model: Model, prompts, begins: bool = True) -> list[list[int]]:
     """str, list of str, list of ids or list of lists of ids -> lists of ids. Arrays of NumPy and of
-    jax are taken as the lists that they hold. Strings are encoded as tokenizer.json says.
+    jax are taken as the lists that they hold.
+
+    begins: whether each begins a stream. Strings are then encoded as tokenizer.json says; in the
+    midst of a stream nothing is added to them, and nothing at all is a prompt too.
     """
-    prompts = _without_arrays(prompts)
+    prompts = plain(prompts)
     if isinstance(prompts, str):
         prompts = [prompts]
     if not isinstance(prompts, (list, tuple)):
@@ -94,22 +130,28 @@ def encode(model: Model, prompts) -> list[list[int]]:
             "prompts: expected a string, strings, token ids or lists of token ids, got "
             f"{type(prompts).__name__}"
         )
-    if not prompts:
+    if not prompts and begins:
         raise PromptError("the prompt is empty: at least one token is needed")
-    prompts = [_without_arrays(prompt) for prompt in prompts]
+    prompts = _with_plain_entries(prompts)
     if not any(isinstance(prompt, (str, list, tuple)) for prompt in prompts):
         prompts = [prompts]
-    return [_encode_one(model, i, p) for i, p in enumerate(prompts)]
+    return [_encode_one(model, i, prompt, begins) for i, prompt in enumerate(prompts)]
 
 
-def _without_arrays(value):
-    """An array or scalar of NumPy or jax as Python's lists and numbers, anything else as it is."""
-    return np.asarray(value).tolist() if isinstance(value, _ARRAYS) else value
+def _with_plain_entries(values) -> list:
+    if set(map(type, values)) <= {int, str}:  # quick for long prompts
+        return list(values)
+    return [_as_int(plain(value)) for value in values]
 
 
-def _encode_one(model: Model, i: int, prompt) -> list[int]:
+def _as_int(value):
+    """Subclasses of int as int, but for truth values; anything else as it is."""
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _encode_one(model: Model, i: int, prompt, begins: bool) -> list[int]:
     if isinstance(prompt, (list, tuple)):
-        return [_without_arrays(token) for token in prompt]
+        return _with_plain_entries(prompt)
     if not isinstance(prompt, str):
         raise PromptError(
             f"prompt {i}: expected a string or a list of token ids, got {type(prompt).__name__}"
@@ -119,38 +161,62 @@ def _encode_one(model: Model, i: int, prompt) -> list[int]:
             f"prompt {i} is text, but this checkpoint has no tokenizer.json; give token ids"
         )
     check_text(prompt, f"prompt {i}")
-    return model.tokenizer.encode(prompt).ids
+    return model.tokenizer.encode(prompt, add_special_tokens=begins).ids
 
 
-def check_text(text: str, what: str) -> None:
-    """Bytes that are no UTF-8 reach a program as lone surrogates, which no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
+def _prompts(model: Model, encoded: list[list[int]], checked: Checked) -> tuple[Prompt, ...]:
+    columns, vocabulary = dict(checked.columns), model.config.vocab_size
+    if model.tokenizer is None and any(columns["stop"]):
         raise PromptError(
-            f"{what}: character {error.start}, {text[error.start]!r}, is no valid Unicode; give "
-            "text in UTF-8"
-        ) from None
+            "stop: this checkpoint has no tokenizer.json, so there is no text to find a string in; "
+            "use stop_token_ids"
+        )
+    usual = frozenset(model.config.eos_token_id)
+    columns["stop_token_ids"] = [usual if ids is None else ids for ids in columns["stop_token_ids"]]
+    # The numbers become 32 bits wide. So many best ones are all of them, and a temperature that
+    # float32 does not hold in full is as good as none.
+    columns["top_k"] = [0 if k >= vocabulary else k for k in columns["top_k"]]
+    columns["temperature"] = [0.0 if t < FLOAT32_TINY else t for t in columns["temperature"]]
+    columns["ids"] = map(tuple, encoded)
+    columns["index"] = [0] * len(encoded) if checked.own_seeds else range(len(encoded))
+    return tuple(Prompt(**dict(zip(columns, row))) for row in zip(*columns.values()))
 
 
-def _check_prompt(model: Model, i: int, ids: list[int], max_new_tokens: int) -> None:
-    try:
-        for at, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise PromptError(
-                    f"token ids must be integers; {reprlib.repr(token)} at index {at} is a "
-                    f"{type(token).__name__}"
-                )
-        check_ids(model, ids)
-    except PromptError as error:
-        raise PromptError(f"prompt {i}: {error}") from None
+def _check_prompt(model: Model, i: int, prompt: Prompt, before: int) -> None:
+    """before: tokens of the prefix."""
+    ids, vocabulary = prompt.ids, model.config.vocab_size
+    if not ids and not before:
+        raise PromptError(f"prompt {i}: the prompt is empty: at least one token is needed")
+    if not all_ids(ids, vocabulary):
+        raise PromptError(f"prompt {i}: {_what_is_wrong(ids, vocabulary)}")
     most = model.limits.max_seq_len
-    if len(ids) + max_new_tokens > most:
+    if before + len(ids) + prompt.max_new_tokens > most:
+        prefix = f"a prefix of {before} tokens, " if before else ""
         raise PromptError(
-            f"prompt {i}: {len(ids)} tokens and max_new_tokens {max_new_tokens} together exceed "
-            f"max_seq_len {most}; "
+            f"prompt {i}: {prefix}{len(ids)} tokens and max_new_tokens "
+            f"{shown(prompt.max_new_tokens)} together exceed max_seq_len {most}; "
             "ask for fewer tokens or load with a larger max_seq_len"
         )
+
+
+def _what_is_wrong(ids: tuple, vocabulary: int) -> str:
+    """With ids that are not all of the vocabulary: the first that has no integer, else the first
+    that is outside.
+    """
+    for at, token in enumerate(ids):
+        if type(token) is not int:
+            return (
+                f"token ids must be integers; {shown(token)} at index {at} is a "
+                f"{type(token).__name__}"
+            )
+    at = next(at for at, token in enumerate(ids) if not 0 <= token < vocabulary)
+    return _outside(ids[at], at, vocabulary)
+
+
+def _outside(token: int, at: int, vocabulary: int) -> str:
+    return (
+        f"token id {shown(token)} at index {at} is outside the vocabulary (0 to {vocabulary - 1})"
+    )
 
 
 def _warn_beyond_positions(model: Model, length: int) -> None:
@@ -169,7 +235,7 @@ def _warn_beyond_positions(model: Model, length: int) -> None:
 
 def _warn_of_two_beginnings(model: Model, prompts, encoded: list[list[int]]) -> None:
     """A text may begin with the token that the tokenizer puts before every text."""
-    first, texts = model.config.bos_token_id, _without_arrays(prompts)
+    first, texts = model.config.bos_token_id, plain(prompts)
     texts = [texts] if isinstance(texts, str) else texts
     for i, (text, ids) in enumerate(zip(texts, encoded)):
         if not isinstance(text, str) or ids[:2] != [first, first]:
@@ -183,25 +249,6 @@ def _warn_of_two_beginnings(model: Model, prompts, encoded: list[list[int]]) -> 
             )
 
 
-def _stop_ids(model: Model, stop_token_ids) -> frozenset[int]:
-    if stop_token_ids is None:
-        return frozenset(model.config.eos_token_id)
-    stop_token_ids = _without_arrays(stop_token_ids)
-    if not isinstance(stop_token_ids, (list, tuple, set, frozenset)):
-        raise PromptError(f"stop_token_ids: expected a list of token ids, got {stop_token_ids!r}")
-    stop_token_ids = [_without_arrays(token) for token in stop_token_ids]
-    for token in stop_token_ids:
-        if (
-            not isinstance(token, int)
-            or isinstance(token, bool)
-            or not 0 <= token < model.config.vocab_size
-        ):
-            raise PromptError(
-                f"stop_token_ids: {token!r} is not a token id (0 to {model.config.vocab_size - 1})"
-            )
-    return frozenset(stop_token_ids)
-
-
 def check_ids(model: Model, tokens) -> None:
     """JAX would clamp an id outside the vocabulary without a word."""
     tokens = np.asarray(tokens)
@@ -212,6 +259,5 @@ def check_ids(model: Model, tokens) -> None:
     wrong = np.flatnonzero((tokens < 0) | (tokens >= model.config.vocab_size))
     if wrong.size:
         raise PromptError(
-            f"token id {tokens.ravel()[wrong[0]]} at index {wrong[0]} is outside the vocabulary "
-            f"(0 to {model.config.vocab_size - 1})"
+            _outside(int(tokens.ravel()[wrong[0]]), wrong[0], model.config.vocab_size)
         )

@@ -103,12 +103,48 @@ REFUSALS = {
     ),
     "temperature": (
         ([1],),
-        {"temperature": 0.5},
+        {"temperature": -0.5},
         dspark.ConfigError,
-        "temperature 0.5.*greedily only",
+        "temperature: -0.5 is not a finite number of 0 or more",
     ),
-    "top_k": (([1],), {"top_k": 3}, dspark.ConfigError, "top_k 3"),
-    "top_p": (([1],), {"top_p": 0.9}, dspark.ConfigError, "top_p 0.9"),
+    "temperature of the second": (
+        ([[1], [2]],),
+        {"temperature": [0.5, float("nan")]},
+        dspark.ConfigError,
+        "temperature of prompt 1: nan is not a finite number",
+    ),
+    "too few": (
+        ([[1], [2]],),
+        {"temperature": [0.5]},
+        dspark.ConfigError,
+        "temperature: 1 value for 2 prompts",
+    ),
+    "top_k": (([1],), {"top_k": -3}, dspark.ConfigError, "top_k: -3 is not an integer"),
+    "top_p": (([1],), {"top_p": 0.0}, dspark.ConfigError, "top_p: 0.0 is not a number above 0"),
+    "min_p": (([1],), {"min_p": 1.0}, dspark.ConfigError, "min_p: 1.0 is not a number"),
+    "seed": (([1],), {"seed": None}, dspark.ConfigError, "seed: None is not an integer from 0"),
+    "streams": (([1],), {"streams": 0}, dspark.ConfigError, "streams: 0 is not a positive"),
+    "logprobs": (([1],), {"logprobs": 129}, dspark.ConfigError, "logprobs: 129 is not an integer"),
+    "stop empty": (([1],), {"stop": [""]}, dspark.ConfigError, "stop: an empty string"),
+    "stop without tokenizer": (
+        ([1],),
+        {"stop": ["x"]},
+        dspark.PromptError,
+        "stop: this checkpoint has no tokenizer.json",
+    ),
+    "bias": (
+        ([1],),
+        {"logit_bias": {256: 1.0}},
+        dspark.PromptError,
+        "logit_bias: 256 is not a token id",
+    ),
+    "all forbidden": (
+        ([1],),
+        {"forbidden_tokens": range(256)},
+        dspark.ConfigError,
+        "forbidden_tokens: all 256 tokens of the vocabulary are forbidden",
+    ),
+    "prefix": (([1],), {"prefix": [1]}, dspark.ConfigError, "prefix: expected a dspark.Session"),
     "gate": (
         ([1],),
         {"gate": True},
@@ -158,15 +194,6 @@ def test_refused_before_compilation(golden_float, case):
     assert not compiled
 
 
-def test_stream_refuses_several_prompts(golden_float):
-    with (
-        compilations() as compiled,
-        pytest.raises(dspark.PromptError, match="stream takes one prompt, got 2"),
-    ):
-        dspark.stream(golden_float, [[1], [2]], 4)
-    assert not compiled
-
-
 def test_every_error_is_a_dspark_error():
     for error in (
         dspark.PromptError,
@@ -200,14 +227,6 @@ def test_forms_of_prompts(golden_float):
         dspark.generate(model, "")
 
 
-def test_stop_ids_may_be_arrays(golden_float):
-    for stops in (np.array([3, 4]), jnp.array([3, 4]), [jnp.int32(3), 4], {3, np.int64(4)}):
-        request = make_request(
-            golden_float, [1], 4, "plain", dspark.GateConfig(), 0.0, 0, 1.0, stops
-        )
-        assert request.stop_token_ids == {3, 4}
-
-
 def test_a_beginning_that_stands_there_twice_is_warned_of(golden_float):
     """A text that begins with the token which the tokenizer puts before every text; not two of them
     in a text, nor one.
@@ -215,19 +234,22 @@ def test_a_beginning_that_stands_there_twice_is_warned_of(golden_float):
     tokenizer, first = byte_tokenizer(), golden_float.config.bos_token_id
     token = tokenizer.id_to_token(first)
     tokenizer.add_special_tokens([AddedToken(token, special=True)])
-    options = [4, "plain", dspark.GateConfig(), 0.0, 0, 1.0, []]
+
+    def ids(model, prompts):
+        return [prompt.ids for prompt in make_request(model, prompts, max_new_tokens=4).prompts]
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = dataclasses.replace(golden_float, tokenizer=tokenizer)
-        assert make_request(model, token * 2, *options).prompts == ((first, first),)
+        assert ids(model, token * 2) == [(first, first)]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{token} $A", special_tokens=[(token, first)]
         )
-        assert make_request(model, "a", *options).prompts == ((first, 97),)
-        make_request(model, [[first, first]], *options)
+        assert ids(model, "a") == [(first, 97)]
+        assert ids(model, [[first, first]]) == [(first, first)]
     for prompts in (["a", token + "a"], np.array(["a", token + "a"])):
         with pytest.warns(UserWarning, match=re.escape(f"prompt 1 begins with {token}, and")) as w:
-            assert make_request(model, prompts, *options).prompts[1] == (first, first, 97)
+            assert ids(model, prompts)[1] == (first, first, 97)
         assert len(w) == 1
 
 
@@ -254,14 +276,14 @@ def test_a_request_beyond_what_the_model_was_made_for_is_warned_of(golden_float)
     model = dataclasses.replace(
         golden_float, config=dataclasses.replace(golden_float.config, max_position_embeddings=20)
     )
-    options = ["plain", dspark.GateConfig(), 0.0, 0, 1.0, []]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_request(model, [[1] * 16, [2]], 4, *options)
+        make_request(model, [[1] * 16, [2] * 4], max_new_tokens=[4, 16])
     with pytest.warns(
         UserWarning, match="come to 21 tokens, the model was made for max_position_embeddings = 20"
     ):
-        assert make_request(model, [[2], [1] * 16], 5, *options).max_new_tokens == 5
+        request = make_request(model, [[2], [1] * 16], max_new_tokens=5)
+    assert [prompt.max_new_tokens for prompt in request.prompts] == [5, 5]
 
 
 # Text
