@@ -27,9 +27,12 @@ _PUBLIC = {
     # Text and tokens
     "generate": "decode.generate",  # all at once
     "stream": "decode.generate",  # round by round
+    "Session": "decode.session",  # one stream, continued turn by turn
+    "warm_up": "decode.warm_up",  # compiles ahead
     "GenerateOutput": "decode.generate",
     "StreamEvent": "decode.generate",
-    "RoundRecord": "decode.engine",  # what one round did
+    "RoundRecord": "decode.emission",  # what one round did
+    "TokenLogprob": "decode.emission",
     # The gate: how many drafts are worth verifying
     "GateConfig": "decode.gate_config",
     "gate": "decode.gate",  # a module: init, choose, observe, note_skipped, learn, stats
