@@ -312,7 +312,7 @@ def plain(value):
     if not isinstance(value, _ARRAYS):
         return value
     try:
-        value = np.asarray(value)
+        value = np.asanyarray(value)  # the masked numbers of a masked array stay so
     except (TypeError, ValueError, RuntimeError):
         return value
     if value.dtype.kind == "f":

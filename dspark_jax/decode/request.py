@@ -79,8 +79,7 @@ def make_request(model: Model, prompts, *, prefix=None, **asked) -> Request:
     made = _prompts(model, encoded, checked)
     for i, prompt in enumerate(made):
         _check_prompt(model, i, prompt, before)
-    if before == 0:
-        _warn_of_two_beginnings(model, prompts, encoded)
+    _warn_of_two_beginnings(model, prompts, encoded)
     longest = max(len(prompt.ids) + prompt.max_new_tokens for prompt in made)
     _warn_beyond_positions(model, before + longest)
     return Request(

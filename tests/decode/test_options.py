@@ -11,6 +11,19 @@ from dspark_jax.decode.request import check_options
 
 from helpers.request_parts import ROOM, made, of, refused, stub
 
+
+class Unequal:
+    """As tables of other libraries are: not to be asked whether it equals something."""
+
+    def __eq__(self, other):
+        raise ValueError("ambiguous")
+
+    __hash__ = None
+
+    def __repr__(self):
+        return "Unequal"
+
+
 INF, NAN = float("inf"), float("nan")
 
 # What is refused: option, value, message. With {}: also as the value of the third prompt, where the
@@ -82,6 +95,7 @@ SCALARS = [
 ]
 OTHERS = [
     ("temperature", [[0.5]] * 3, "temperature of prompt 0: [0.5] is not a finite number"),
+    ("top_p", np.ma.array([1, 1, 1], mask=[0, 1, 0]), "top_p of prompt 1: None is not a number"),
     ("top_k", np.ones((3, 1), int), "top_k of prompt 0: [1] is not an integer"),
     ("seed", {1, 2, 3}, "seed: {1, 2, 3} is not an integer"),
     ("stop_token_ids", [3, [4], [5]], "stop_token_ids of prompt 0: expected a list of token ids"),
@@ -93,6 +107,7 @@ OTHERS = [
     ("mode", ["block"], "mode: ['block'] is unknown"),
     ("mode", np.array(["block"]), "mode: ['block'] is unknown"),
     ("mode", np.zeros((2, 2)), "mode: [[0.0, 0.0], [0.0, 0.0]] is unknown"),
+    ("mode", Unequal(), "mode: Unequal is unknown"),
     ("gate", None, "gate: expected a dspark.GateConfig, got NoneType"),
     ("gate", "auto", "gate: expected a dspark.GateConfig, got str"),
     ("gate", dspark.GateConfig(min_draft=6), "gate min_draft: 6 exceeds the draft block of 5"),
