@@ -15,6 +15,8 @@ from flax import nnx
 import dspark_jax as dspark
 from dspark_jax.decode import gate as gates
 from dspark_jax.decode import round as rounds
+from dspark_jax.decode.sampling import Choice
+from dspark_jax.decode.state import MARGIN_SKIP, NOT_SKIPPED, RoundState, Settings, Variant
 from dspark_jax.runtime.backend import jit
 
 from helpers.round_parts import BLOCK, perfect, same_bits, scripted, wrong
@@ -22,12 +24,13 @@ from helpers.state_parts import committed, joined
 
 LENGTH = 30  # tokens of the plain streams
 OFF = dspark.GateConfig()
-NO_STOPS = np.full(8, -1, np.int32)
+NO_STOPS = np.full((2, 8), -1, np.int32)
 
 
 @functools.cache
 def program(graphdef, limits, mode):
-    return jit(lambda state, *args: rounds.step(nnx.merge(graphdef, state), limits, mode, *args))
+    variant = Variant(mode)
+    return jit(lambda state, *args: rounds.step(nnx.merge(graphdef, state), limits, variant, *args))
 
 
 def step(model, mode, state, gate=OFF, stop_ids=NO_STOPS):
@@ -37,8 +40,9 @@ def step(model, mode, state, gate=OFF, stop_ids=NO_STOPS):
     config = jax.tree.map(
         lambda n: np.asarray(n, np.float32) if isinstance(n, float) else np.asarray(n), gate
     )
+    choice = Choice(np.zeros((2, model.config.vocab_size), np.float32), sampling=None)
     state, output, logits = program(model.split[0], model.limits, mode)(
-        model.split[1], config, state, stop_ids
+        model.split[1], config, Settings(choice, stop_ids), state
     )
     return jax.device_get((state, output, logits))
 
@@ -59,7 +63,7 @@ def start(float_model, prompts):
     logits, _, caches = zip(*(dspark.prefill(float_model, prompt.tolist()) for prompt in prompts))
     last = np.stack([np.asarray(rows[0, -1]) for rows in logits])
     second, best = np.sort(last, axis=-1)[:, -2:].T
-    return rounds.RoundState(
+    return RoundState(
         cache=jax.device_get(joined(caches)),
         anchor=last.argmax(-1).astype(np.int32),
         margin=best - second,
@@ -229,10 +233,7 @@ def test_margin_skips_one_stream_and_not_the_other(model, start, plain, mode):
     low = int(np.argmin(margins))
     state, output, _ = step(model, mode, start, gate)
     skipped = np.arange(2) == low
-    assert (
-        output.skipped.tolist()
-        == np.where(skipped, rounds.MARGIN_SKIP, rounds.NOT_SKIPPED).tolist()
-    )
+    assert output.skipped.tolist() == np.where(skipped, MARGIN_SKIP, NOT_SKIPPED).tolist()
     assert (
         output.proposed.tolist() == np.where(skipped, 0, BLOCK).tolist()
         and output.verified[low] == 0
@@ -251,7 +252,7 @@ def test_margin_skips_one_stream_and_not_the_other(model, start, plain, mode):
 def test_nothing_is_drafted_when_all_streams_skip(model, start, mode):
     gate = dspark.GateConfig(enabled=True, margin_threshold=1e6)
     _, output, _ = step(model, mode, start, gate)
-    assert output.skipped.tolist() == [rounds.MARGIN_SKIP] * 2 and output.emitted.tolist() == [1, 1]
+    assert output.skipped.tolist() == [MARGIN_SKIP] * 2 and output.emitted.tolist() == [1, 1]
     assert not output.confidence.any(), "no draft, no scores"
     assert step(model, mode, start, OFF)[1].confidence.all()
 
@@ -281,21 +282,23 @@ def test_plain_leaves_the_drafters_rings_alone(start, plain):
 
 @pytest.mark.parametrize("mode", ["plain", "sequential", "block"])
 def test_the_end_of_a_stream(model, oracle, start, plain, mode):
-    """A stop token or the wanted length within what a round emits ends the stream; the round says
-    what it computed.
+    """A stop token or the wanted length within what a round emits ends the stream, and its cache
+    before the last token that is kept; the round says what it computed.
     """
     emits = 1 if mode == "plain" else BLOCK + 1
     for index in range(emits):
         stops = NO_STOPS.copy()
-        stops[3] = plain[0][0, index]
-        assert stops[3] not in plain[0][0, :index]
+        stops[0, 3] = plain[0][0, index]
+        assert stops[0, 3] not in plain[0][0, :index]
         state, output, _ = step(oracle, mode, start, OFF, stops)
         assert (output.emitted[0], output.kept[0], output.last[0]) == (emits, index + 1, True)
         assert state.done[0]
+        assert state.cache.position[0] == start.cache.position[0] + index + 1
         remaining = np.array([index + 1, LENGTH], np.int32)
         state, output, _ = step(oracle, mode, start.replace(remaining=remaining))
         assert (output.emitted[0], output.kept[0], output.last[0]) == (emits, index + 1, True)
         assert state.done.tolist() == [True, False] and not output.last[1]
+        assert state.cache.position.tolist() == (start.cache.position + output.kept).tolist()
     remaining = np.array([BLOCK + 2, LENGTH], np.int32)
     state, output, _ = step(oracle, mode, start.replace(remaining=remaining))
     assert state.done.tolist() == output.last.tolist() == [False, False]
@@ -308,12 +311,12 @@ def test_where_a_stream_ends():
     rng, rows = np.random.default_rng(2), 2000
     tokens = rng.integers(0, 12, (rows, BLOCK + 1)).astype(np.int32)
     emitted, remaining = rng.integers(0, BLOCK + 2, (2, rows)).astype(np.int32)
-    stop_ids = np.array([3, 7, -1, -1], np.int32)
+    stop_ids = rng.choice(np.array([3, 7, -1], np.int32), (rows, 4))
     kept, last = rounds.kept_tokens(tokens, emitted, remaining, stop_ids)
     for b in range(rows):
         count, ended = 0, remaining[b] == 0
         while count < emitted[b] and not ended:
-            ended = tokens[b, count] in stop_ids or count + 1 == remaining[b]
+            ended = tokens[b, count] in stop_ids[b] or count + 1 == remaining[b]
             count += 1
         assert (int(kept[b]), bool(last[b])) == (count, ended)
 

@@ -176,8 +176,9 @@ def draft_from_hidden(config, module, hidden, positions, token):
     and the last the seed.
     """
     rings = module.drafter.stage_keys(hidden, rotation(config, False, positions))
-    y, (_, chosen) = module.drafter.run_stages(module.main, rings, positions[:, -1] + 1, token)
-    return module.drafter.decode(module.main, y, token), chosen
+    position = positions[:, -1] + 1
+    y, (_, chosen) = module.drafter.run_stages(module.main, rings, position, token)
+    return module.drafter.decode(module.main, y, token, position), chosen
 
 
 def draft_parts(config, module, rings, position, token):
@@ -191,7 +192,7 @@ def draft_parts(config, module, rings, position, token):
         chosen=chosen,
         head_hidden=y,
         base_logits=base,
-        draft=module.drafter.decode(module.main, y, token),
+        draft=module.drafter.decode(module.main, y, token, position),
     )
 
 

@@ -10,12 +10,19 @@ import unittest.mock
 
 import jax
 
-from dspark_jax.decode import engine, steps
+from dspark_jax.decode import engine, programs, session, steps
 from dspark_jax.runtime import backend
 
+CACHED = {  # what keeps compiled programs, and the modules that know it by its name
+    programs.programs: (engine, session),
+    programs._jitted_prefill: (programs,),
+    programs._jitted_rounds: (programs,),
+    programs._jitted_seat: (programs,),
+    steps._compiled: (steps,),
+}
 CACHES = [
-    (module, name, functools.cache(getattr(module, name).__wrapped__))
-    for module, name in ((engine, "_programs"), (engine, "_jitted_prefill"), (steps, "_compiled"))
+    (modules, cached.__name__, functools.cache(cached.__wrapped__))
+    for cached, modules in CACHED.items()
 ]
 
 
@@ -37,6 +44,7 @@ def compiled_quickly():
     with contextlib.ExitStack() as stack:
         replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
         replace(backend, "compiler_options", lambda: options)
-        for module, name, cached in CACHES:
-            replace(module, name, cached)
+        for modules, name, cached in CACHES:
+            for module in modules:
+                replace(module, name, cached)
         yield

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 import dspark_jax as dspark
-from dspark_jax.model.drafter import Draft
+from dspark_jax.model.drafter import Draft, most_likely
 
 from helpers.support import MAX_SEQ_LEN
 
@@ -36,8 +36,8 @@ class ScriptedDrafter(nnx.Module):
     def prime(self, *arguments):
         return self.own.prime(*arguments)
 
-    def draft(self, main, cache, position, token, hidden=None):
-        own = self.own.draft(main, cache, position, token, hidden)
+    def draft(self, main, cache, position, token, hidden=None, choose=most_likely):
+        own = self.own.draft(main, cache, position, token, hidden, choose)
         at = position[:, None] + 1 + jnp.arange(own.tokens.shape[1])
         tokens, confidence = self.tokens[...][at], self.confidence[...][at]
         return Draft(
