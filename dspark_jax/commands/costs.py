@@ -53,7 +53,7 @@ def _step_ms(model: Model, prompt: list[int], mode: str, repeats: int) -> float:
     rows = model.config.dspark_block_size + 1
     most = 1 + (repeats + 1) * rows  # as many as these rounds may emit
     request = make_request(model, prompt, max_new_tokens=most, mode=mode, stop_token_ids=[])
-    emissions = Engine(model, request).stream([0], 1)
+    emissions = Engine(model, request).stream(rounds_per_call=1)
     next(emissions)
     return _median_ms(lambda: next(emissions), repeats)
 

@@ -180,7 +180,7 @@ def _asked_run(model, prompt: str | list[int], args: argparse.Namespace, gate):
 
     stop_ids = _stop_ids(model, args.stop)
     request = make_request(model, prompt, stop_token_ids=stop_ids, **_asked(args, gate))
-    return Run(model, request, rounds_per_call=1, with_text=True)
+    return Run(model, request, by_round=True, with_text=True)
 
 
 def _asked(args: argparse.Namespace, gate) -> dict:
@@ -381,6 +381,6 @@ def _record(run, path: str) -> None:
         "dspark generate",
         "times are medians measured after the run",
     )
-    measured = costs.measure(run.model, list(run.request.prompts[0]))
+    measured = costs.measure(run.model, list(run.request.prompts[0].ids))
     recorder.add("prompt", run.prompts[0].records, **measured)
     recorder.write(path)
