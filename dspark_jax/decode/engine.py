@@ -165,6 +165,8 @@ class Engine:
             seated = {row: places[row] for row in numbers if _goes_on(begun[row], row)}
             self._move(stage, seated)
             for row, number in numbers.items():
+                if not begun[row].finite[row]:
+                    self._prefill.spoiled.add(row)
                 yield from self._begin(number, of_row(begun[row], row), seated.get(row))
 
     def _move(self, stage: Cache, seated: dict[int, int]) -> None:
@@ -203,7 +205,7 @@ class Engine:
             if number is None or number in self._ended:
                 continue
             if state.faulty[place] >= 0:
-                self.failures[number] = not_finite(number, int(state.faulty[place]))
+                self._fail(place, not_finite(number, int(state.faulty[place])))
             if state.done[place]:
                 self._release(place)
 
@@ -215,11 +217,19 @@ class Engine:
             return
         wrong = damaged_drafts(emission.record, number, self._slots.positions[place])
         if wrong is not None:
-            self.failures[number] = wrong
+            self._fail(place, wrong)
             self.end(number)
             return
         self._slots.positions[place] += len(emission.tokens)
         yield emission
+
+    def _fail(self, place: int, wrong: str) -> None:
+        """The stream at this place has what is not finite, and its cache may too. The next prompt
+        of the place is written over all of that, unless it is prefilled there.
+        """
+        self.failures[self._slots.owners[place]] = wrong
+        if self._stage is None:
+            self._prefill.spoiled.add(place)
 
     def _run_arguments(self, small, settings, most: int, waiting: bool) -> tuple:
         limits = np.int32(most), np.bool_(waiting)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import jax
 import numpy as np
 
@@ -10,13 +12,16 @@ from dspark_jax.decode.programs import Programs
 from dspark_jax.decode.request import Request
 from dspark_jax.decode.slots import Slots
 from dspark_jax.decode.state import Begun, Chunk
+from dspark_jax.decode.steps import new_cache
 from dspark_jax.loading.load import Model
 from dspark_jax.model.cache import Cache
 from dspark_jax.runtime.sharding import DATA, fetch
 
 
 class Prefill:
-    """prompt_logprobs: prompt number -> a TokenLogprob of each of its tokens, where asked for."""
+    """prompt_logprobs: prompt number -> a TokenLogprob of each of its tokens, where asked for.
+    spoiled: rows of the data axis whose cache may hold what is not finite.
+    """
 
     def __init__(self, model: Model, request: Request, programs: Programs, slots: Slots):
         self._model, self._request, self._programs, self._slots = model, request, programs, slots
@@ -24,6 +29,7 @@ class Prefill:
         # What is computed already and stands before every prompt; a session's cache, or None.
         self._computed = request.prefix and request.prefix.cache
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self.spoiled: set[int] = set()
 
     def arguments(self, cache: Cache, numbers: dict[int, int], at: int, settings=None) -> tuple:
         """Of the program that computes, on each row of `numbers`, the part of its prompt from `at`
@@ -42,7 +48,10 @@ class Prefill:
         """
         begun: dict[int, Begun] = {}
         if self._computed is not None:
-            cache = self._with_prefix(cache, numbers)
+            cache = self._with(self._computed, cache, numbers)
+        elif self.spoiled:  # what a mask gives a weight of 0 must be a number all the same
+            cache = self._with(new_cache(self._model), cache, self.spoiled)
+        self.spoiled.clear()
         settings = None
         for at in range(0, max(map(len, map(self._ids, numbers.values()))), self._size):
             arguments = self.arguments(cache, numbers, at, settings)
@@ -67,9 +76,10 @@ class Prefill:
         prefix = self._request.prefix
         return (*(prefix.pending if prefix else ()), *self._request.prompts[number].ids)
 
-    def _with_prefix(self, cache: Cache, numbers: dict[int, int]) -> Cache:
-        places = [0 if row in numbers else 1 for row in range(self._rows)]
-        return self._programs.seat(cache, self._computed, np.array(places, np.int32))
+    def _with(self, one: Cache, cache: Cache, rows: Container[int]) -> Cache:
+        """The cache with the stream of `one` on these rows."""
+        places = [0 if row in rows else 1 for row in range(self._rows)]
+        return self._programs.seat(cache, one, np.array(places, np.int32))
 
     def _chunk(self, numbers: dict[int, int], at: int) -> Chunk:
         tokens, following = (np.zeros((self._rows, self._size), np.int32) for _ in range(2))

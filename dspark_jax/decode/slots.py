@@ -17,7 +17,6 @@ from dspark_jax.decode.state import Begun, RoundState, Settings
 from dspark_jax.loading.load import Model
 from dspark_jax.runtime.sharding import stream_spec
 
-
 FEWEST_STOP_IDS = 8  # that a program has room for
 
 
