@@ -2,8 +2,8 @@
 mode and the gate.
 
 The model is the golden one's last four layers, in `make heavy` all of it. The plain stream is the
-reference. Drafters that a test scripts (round_parts.py) are right, wrong or both at chosen
-positions.
+reference. Programs are those of one stream, and of four where there are several prompts. Drafters
+that a test scripts (round_parts.py) are right, wrong or both at chosen positions.
 """
 
 import dataclasses
@@ -82,9 +82,10 @@ def test_plain_is_the_golden_stream(plain, expected_reference):
     "gate", [dspark.GateConfig(), *GATES], ids=["off", *(f"gate{i}" for i in range(len(GATES)))]
 )
 def test_modes_and_gates_give_the_plain_stream(model, prompts, plain, gate):
+    """In sequence one prompt after another, in blocks all of them side by side."""
     records = []
-    for mode in SPECULATIVE:
-        out = dspark.generate(model, prompts, 75, mode, gate, stop_token_ids=[])
+    for mode, streams in (("sequential", 1), ("block", 4)):
+        out = dspark.generate(model, prompts, 75, mode, gate, stop_token_ids=[], streams=streams)
         assert out.tokens == plain
         records.append(out.rounds)
     assert records[0] == records[1], (
@@ -93,10 +94,8 @@ def test_modes_and_gates_give_the_plain_stream(model, prompts, plain, gate):
 
 
 def test_gates_of_these_tests_choose_differently(model, prompts):
-    outs = [
-        dspark.generate(model, prompts[1:], 75, "block", gate, stop_token_ids=[]) for gate in GATES
-    ]
-    rounds = [out.rounds[0] + out.rounds[1] for out in outs]
+    outs = [dspark.generate(model, prompts, 75, "block", gate, stop_token_ids=[]) for gate in GATES]
+    rounds = [out.rounds[1] + out.rounds[2] for out in outs]
     lengths = [{record.verified for record in records} for records in rounds]
     assert (
         lengths[0] == {0, BLOCK}
@@ -318,11 +317,12 @@ def test_stats_are_counts_of_the_records(model, prompts):
     assert counters["truncated"] == sum(
         0 < r.verified < BLOCK for records in out.rounds for r in records
     )
-    assert out.stats["seconds"] == sum(per["seconds"] for per in out.stats["per_prompt"]) > 0
+    seconds = [per["seconds"] for per in out.stats["per_prompt"]]
+    assert out.stats["seconds"] > max(seconds) >= min(seconds) > 0, "of all together, side by side"
 
 
 def test_plain_has_no_rounds(model, prompts):
-    out = dspark.generate(model, prompts[:2], 5, "plain", stop_token_ids=[])
+    out = dspark.generate(model, prompts[:2], 5, "plain", stop_token_ids=[], streams=4)
     assert out.rounds == [[], []]
     assert out.stats["rounds"] == 0 and out.stats["gate"] is None and out.stats["tokens"] == 10
     assert out.stats["accept_rate"] is None and out.stats["tokens_per_round"] is None
@@ -332,21 +332,34 @@ def test_plain_has_no_rounds(model, prompts):
 def test_a_stream_of_one_token_is_no_round(model, prompts, plain, mode, monkeypatch):
     """By length or by a stop token: the prefill knows that nothing follows."""
     dspark.generate(model, prompts[0], 2, mode)
-    monkeypatch.setattr(engines.Engine, "_run", None)
+    monkeypatch.setattr(engines.Engine, "_run_arguments", None)
     for length, stops in ((1, []), (40, [plain[0][0]])):
         out = dspark.generate(model, prompts[0], length, mode, stop_token_ids=stops)
         assert out.tokens == [plain[0][:1]] and out.rounds == [[]] and out.stats["rounds"] == 0
         assert out.finish_reasons == ["stop" if stops else "length"]
 
 
-@pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
-def test_a_prompt_gives_the_same_alone_before_and_after_another(model, prompts, mode):
-    order = [0, 2, 1, 0]
+def check_company(model, prompts, mode, streams):
+    """Before, after and beside each other; some have to wait for a place."""
+    order = [0, 2, 1, 0, 1, 2, 0]
     together = dspark.generate(
-        model, [prompts[i] for i in order], 30, mode, GATES[1], stop_token_ids=[]
+        model, [prompts[i] for i in order], 30, mode, GATES[1], stop_token_ids=[], streams=streams
     )
-    for i, tokens, rounds in zip(order, together.tokens, together.rounds):
+    for i, tokens, rounds in zip(order, together.tokens, together.rounds, strict=True):
         assert (tokens, rounds) == continuation(model, prompts[i], 30, mode, gate=GATES[1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "streams"), [("plain", 1), ("plain", 4), ("sequential", 1), ("block", 1), ("block", 4)]
+)
+def test_a_prompt_gives_the_same_alone_and_with_others(model, prompts, mode, streams):
+    check_company(model, prompts, mode, streams)
+
+
+@pytest.mark.heavy
+@ON_GOLDEN
+def test_a_prompt_gives_the_same_beside_others_in_sequence(model, prompts):
+    check_company(model, prompts, "sequential", 4)
 
 
 @pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
@@ -376,13 +389,13 @@ def test_two_streams_at_once_do_not_mix(model, prompts, plain):
 
 def test_generate_gives_its_caches_away_and_nothing_else(model, prompts, monkeypatch):
     """The loop works in place; the model's arrays survive."""
-    caches, inner = [], engines.Engine._run
+    caches, inner = [], engines.Engine._run_arguments
 
-    def run(self, state, most):
-        caches.append(state.cache)
-        return inner(self, state, most)
+    def arguments(self, *asked):
+        caches.append(self._cache)
+        return inner(self, *asked)
 
-    monkeypatch.setattr(engines.Engine, "_run", run)
+    monkeypatch.setattr(engines.Engine, "_run_arguments", arguments)
     continuation(model, prompts[0], 20, "block")
     assert caches and all(leaf.is_deleted() for leaf in jax.tree.leaves(caches[-1]))
     assert not model.module.main.embed[...].is_deleted()
@@ -419,11 +432,11 @@ def test_200_rounds_of_everything_compile_nothing(model, prompts, plain):
 
 
 def test_compile_seconds_are_counted_apart(plain_run):
-    """Beside the two programs, only arrays are made (by a `<lambda>`, where it is a cache's)."""
+    """Beside the three programs, only arrays are made (by a `<lambda>`, where it is a cache's)."""
     out, compiled = plain_run
     made = {"jit(broadcast_in_dim)", "jit(convert_element_type)", "jit(<lambda>)"}
-    assert [name for name in compiled if name not in made] == ["jit(program)"] * 2, (
-        "a prefill chunk and a call of rounds"
+    assert [name for name in compiled if name not in made] == ["jit(program)"] * 3, (
+        "a prefill chunk, a call of rounds, and taking a place"
     )
     assert out.stats["compile_seconds"] > 0
 
@@ -444,9 +457,7 @@ def test_streamed_text_adds_up(model, prompts):
 def test_text_prompts_are_what_they_encode_to(model, plain):
     model = dataclasses.replace(model, tokenizer=byte_tokenizer())
     text = "caf\u00e9 \U0001f642"
-    out = dspark.generate(model, [text, "b"], 9, stop_token_ids=[])
-    assert (
-        out.tokens
-        == dspark.generate(model, [list(text.encode()), [98]], 9, stop_token_ids=[]).tokens
-    )
+    options = {"stop_token_ids": [], "streams": 4}
+    out = dspark.generate(model, [text, "b"], 9, **options)
+    assert out.tokens == dspark.generate(model, [list(text.encode()), [98]], 9, **options).tokens
     assert dspark.generate(model, text, 9, stop_token_ids=[]).tokens == out.tokens[:1]

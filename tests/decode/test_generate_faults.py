@@ -2,7 +2,7 @@
 Nothing that was emitted is lost.
 """
 
-import importlib
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +11,11 @@ from flax import nnx
 
 import dspark_jax as dspark
 from dspark_jax.decode import engine as engines
+from dspark_jax.decode import run as runs
 
 from helpers.round_parts import BLOCK, continuation, perfect, scripted, with_nan_drafter
 from helpers.support import MAX_SEQ_LEN
 
-generate_module = importlib.import_module(
-    "dspark_jax.decode.generate"
-)  # the package's attribute of that name is the function
 SPECULATIVE = ("sequential", "block")
 
 
@@ -29,8 +27,10 @@ def model(scripted_model):
 @pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
 def test_nan_in_the_prompt_is_an_error_that_names_the_position(model, prompts, mode):
     damaged = scripted(model, nan_tokens=[prompts[1][20]])
-    with pytest.raises(dspark.NumericsError, match="logits at position 22 are not finite"):
+    with pytest.raises(dspark.NumericsError, match="logits at position 22 are not finite") as error:
         dspark.generate(damaged, prompts[1], 4, mode)
+    assert error.value.output.tokens == [[]]
+    assert error.value.output.finish_reasons == ["error"]
 
 
 @pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
@@ -76,6 +76,46 @@ def test_nan_behind_a_rejected_draft_does_no_harm(model, prompts, plain, mode):
     )
     with pytest.raises(dspark.NumericsError):
         continuation(oracle, prompts[0], 11, mode)
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_fault_of_one_stream_lets_the_others_end(model, prompts, plain, number, streams):
+    """Beside it and after it; the error is raised then, and has what all of them emitted."""
+    plain = [stream[:24] for stream in plain]
+    own, others = plain[number], [stream for i, stream in enumerate(plain) if i != number]
+    elsewhere = set(itertools.chain(*prompts, *others))
+    index, token = next(
+        (index, token)
+        for index, token in enumerate(own)
+        if index > 1 and token not in {*elsewhere, *own[:index]}
+    )
+    damaged = scripted(model, nan_tokens=[token])
+    position = len(prompts[number]) + index
+    with pytest.raises(
+        dspark.NumericsError,
+        match=f"^prompt {number}: the logits at position {position} are not finite",
+    ) as error:
+        dspark.generate(damaged, prompts, 24, stop_token_ids=[], streams=streams)
+    out = error.value.output
+    assert out.tokens == [
+        own[: index + 1] if i == number else stream for i, stream in enumerate(plain)
+    ]
+    assert out.finish_reasons == ["error" if i == number else "length" for i in range(3)]
+    assert out.stats["gate"]["rounds"] == sum(map(len, out.rounds))
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_fault_in_a_prompt_leaves_nothing_to_the_next(model, prompts, plain, streams):
+    """It was prefilled in the same cache."""
+    token = next(t for t in prompts[1] if t not in {*prompts[0], *prompts[2], *plain[0], *plain[2]})
+    damaged = scripted(model, nan_tokens=[token])
+    order = [0, 1, 2, 1, 0]
+    with pytest.raises(dspark.NumericsError, match="^prompt 1: .* .so ended prompts 3 too.$") as e:
+        dspark.generate(
+            damaged, [prompts[i] for i in order], 75, stop_token_ids=[], streams=streams
+        )
+    assert e.value.output.tokens == [[] if i == 1 else plain[i] for i in order]
 
 
 def float_parameters(drafter):
@@ -130,26 +170,28 @@ def test_a_drafter_that_fails_later_keeps_the_tokens_before(model, prompts, plai
     )
 
 
+def interrupt(monkeypatch, when):
+    """Ctrl-C before the host hears of a call of four rounds of which when(engine) is true; the
+    device is at the next call by then.
+    """
+    heard = engines.Engine._heard
+
+    def hear(self, call):
+        if when(self):
+            raise KeyboardInterrupt
+        yield from heard(self, call)
+
+    monkeypatch.setattr(runs, "ROUNDS_PER_CALL", 4)
+    monkeypatch.setattr(engines.Engine, "_heard", hear)
+
+
 @pytest.mark.parametrize("calls", [0, 1])
 def test_ctrl_c_keeps_what_was_emitted(model, prompts, plain, monkeypatch, calls):
-    """Within the second prompt, in its first or its second call of rounds, while the device has the
-    state.
-    """
-    monkeypatch.setattr(generate_module, "ROUNDS_PER_CALL", 4)
-    left, run = [None], engines.Engine._run
-
-    def run_or_stop(self, state, most):
-        if int(state.cache.position[0]) == len(prompts[1]) and int(state.remaining[0]) == 74:
-            left[0] = calls
-        out = run(self, state, most)
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        left[0] = None if left[0] is None else left[0] - 1
-        return out
-
-    monkeypatch.setattr(engines.Engine, "_run", run_or_stop)
+    """Within the second prompt, before its first or its second call of rounds is heard of."""
+    left = iter(range(calls, -1, -1))
+    interrupt(monkeypatch, lambda engine: engine._slots.owners[0] == 1 and next(left) == 0)
     with pytest.raises(dspark.Interrupted) as interrupted:
-        dspark.generate(model, prompts, 75, stop_token_ids=[])
+        dspark.generate(model, prompts, 75, stop_token_ids=[], streams=1)
     out = interrupted.value.output
     assert isinstance(interrupted.value, KeyboardInterrupt)
     assert out.finish_reasons == ["length", "interrupted", "interrupted"]
@@ -158,6 +200,18 @@ def test_ctrl_c_keeps_what_was_emitted(model, prompts, plain, monkeypatch, calls
     assert out.tokens[1] == plain[1][: 1 + sum(r.accepted + 1 for r in out.rounds[1])]
     assert out.stats["gate"]["rounds"] == len(out.rounds[0]) + 4 * calls
     assert out.stats["tokens"] == sum(map(len, out.tokens))
+
+
+def test_ctrl_c_keeps_what_every_stream_emitted(model, prompts, plain, monkeypatch):
+    """Three streams side by side, after their first call of rounds."""
+    interrupt(monkeypatch, lambda engine: engine.slot_rounds)
+    with pytest.raises(dspark.Interrupted) as interrupted:
+        dspark.generate(model, prompts, 75, stop_token_ids=[])
+    out = interrupted.value.output
+    assert out.finish_reasons == ["interrupted"] * 3 and [len(r) for r in out.rounds] == [4] * 3
+    for tokens, rounds, whole in zip(out.tokens, out.rounds, plain):
+        assert tokens == whole[: 1 + sum(r.accepted + 1 for r in rounds)]
+    assert out.stats["gate"]["rounds"] == 12 and out.stats["tokens"] == sum(map(len, out.tokens))
 
 
 def test_ctrl_c_while_compiling_gives_nothing(model, prompts, monkeypatch):
@@ -188,8 +242,8 @@ def test_a_callers_loop_ends_with_ctrl_c(model, prompts, monkeypatch):
 
 
 def test_progress_goes_to_standard_error(model, prompts, capsys):
-    dspark.generate(model, prompts[:2], 9, stop_token_ids=[], progress=True)
+    dspark.generate(model, prompts, 9, stop_token_ids=[], progress=True)
     shown = capsys.readouterr()
-    assert shown.out == "" and "18/18" in shown.err
+    assert shown.out == "" and "27/27" in shown.err
     dspark.generate(model, prompts[0], 9)
     assert capsys.readouterr().err == ""
