@@ -11,13 +11,13 @@ import importlib
 import os
 from typing import Any
 
+from dspark_jax._version import __version__ as __version__
+
 # In a checkout that is not installed, checkpoints/ and pallas_kernels/ lie beside this folder.
 # Where it is installed they lie in it, or the installation maps them (pyproject.toml).
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_ROOT, "pyproject.toml")):
     __path__.append(_ROOT)
-
-__version__ = "0.1.0"
 
 _PUBLIC = {
     # A model on devices

@@ -1,10 +1,10 @@
 """Who may import whom: every import statement of the library, read from the text of its files.
 
     __main__ -> commands -> planning, train -> decode -> loading -> model -> runtime -> config
-             -> checkpoints, pallas_kernels
+             -> checkpoints, pallas_kernels, _version
 
 A folder imports itself and what stands to its right. errors.py, which hands on what
-checkpoints/errors.py defines, is everybody's but for the last two, which import nothing of the
+checkpoints/errors.py defines, is everybody's but for the last three, which import nothing of the
 library but themselves. The model's code reads no files: of checkpoints it imports tensor_spec only.
 Modules do not import each other in circles, not even inside functions.
 """
@@ -30,7 +30,7 @@ STOREYS = (
     ("model",),
     ("runtime",),
     ("config",),
-    ("checkpoints", "pallas_kernels"),
+    ("checkpoints", "pallas_kernels", "_version"),
 )
 HEIGHT = {folder: len(STOREYS) - i for i, storey in enumerate(STOREYS) for folder in storey}
 OF_CHECKPOINTS_FOR_MODEL = "dspark_jax.checkpoints.tensor_spec"

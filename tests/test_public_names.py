@@ -20,7 +20,9 @@ NAMES = {
     "NumericsError",
     "PromptError",
     "RoundRecord",
+    "Session",
     "StreamEvent",
+    "TokenLogprob",
     "commit",
     "draft",
     "extend",
@@ -31,6 +33,7 @@ NAMES = {
     "new_cache",
     "prefill",
     "stream",
+    "warm_up",
 }
 GATE = {
     "GateConfig",

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax._version import __version__
 from dspark_jax.decode.steps import new_cache
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading.load import Model
@@ -89,8 +90,6 @@ def _opened(path) -> tuple[dict, dict]:
 
 def _made_by(model: Model) -> dict:
     """What the numbers in a cache depend on."""
-    from dspark_jax import __version__
-
     vectors = [leaf for leaf in jax.tree.leaves(model.split[1]) if leaf.size < 1 << 16]
     weights = 0
     for leaf in fetch(model.mesh, vectors):
