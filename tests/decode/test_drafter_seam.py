@@ -14,7 +14,7 @@ from flax import nnx, struct
 import dspark_jax as dspark
 from dspark_jax.model import dspark as model_of
 from dspark_jax.model.cache import write
-from dspark_jax.model.drafter import Draft, Drafter
+from dspark_jax.model.drafter import Draft, Drafter, most_likely
 from dspark_jax.model.dspark_drafter import DSparkDrafter
 from dspark_jax.runtime.sharding import cache_specs, make_mesh
 
@@ -41,7 +41,7 @@ class LookUp(nnx.Module):
     def prime(self, main, cache, tokens, hidden, rows):
         return SeenTokens(write(cache.tokens, 0, rows.positions, rows.mask, tokens))
 
-    def draft(self, main, cache, position, token, hidden=None):
+    def draft(self, main, cache, position, token, hidden=None, choose=most_likely):
         seen, places = cache.tokens[0], jnp.arange(cache.tokens.shape[2])
         found = (seen == token[:, None]) & (places < position[:, None])
         at = jnp.max(jnp.where(found, places, -1), axis=1, keepdims=True)
