@@ -317,11 +317,11 @@ def _left(target: Path, units: list[Unit]) -> list[Unit]:
 def _checksums(target: Path, unit: Unit) -> dict[str, int] | None:
     """The checksums of a unit that is done, else None."""
     path = target / UNITS / f"{unit.name}{DONE}"
-    if not path.exists() or lost_files(target, unit.name):
+    if not path.is_file() or lost_files(target, unit.name):
         return None
     try:
         found, checksums = understand(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return checksums if found == unit else None
 

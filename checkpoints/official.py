@@ -20,6 +20,8 @@ import contextlib
 import gc
 import json
 import math
+import os
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ import numpy as np
 from dspark_jax.checkpoints import formats
 from dspark_jax.checkpoints.errors import CheckpointError, ConfigError
 from dspark_jax.checkpoints.json_file import read_json
-from dspark_jax.checkpoints.paths import INDEX, SINGLE, checkpoint_directory
+from dspark_jax.checkpoints.paths import INDEX, SINGLE, checkpoint_directory, no_file
 from dspark_jax.checkpoints.safetensors_file import Entry, SafetensorsFile
 from dspark_jax.checkpoints.tensor_spec import PLAIN, STORAGES, TensorSpec
 
@@ -59,14 +61,14 @@ class OfficialCheckpoint:
         """
         path = checkpoint_directory(path)
         single, index = path / SINGLE, path / INDEX
-        if index.exists():
-            if single.exists():
+        if os.path.lexists(index):  # a link into nowhere is there, and is called what it is
+            if os.path.lexists(single):
                 raise CheckpointError(
                     f"{path}: has both {SINGLE} and {INDEX}; remove the one that does not belong "
                     "here"
                 )
             files, found = _open_shards(path, index)
-        elif single.exists():
+        elif os.path.lexists(single):
             files, found = {single.name: SafetensorsFile(single)}, []
         else:
             raise CheckpointError(
@@ -286,24 +288,20 @@ def raise_checkpoint_error(path: str | Path, found: list[str]) -> None:
 def _open_shards(directory: Path, index: Path) -> tuple[dict[str, SafetensorsFile], list[str]]:
     """The files an index names, and everything in which the index and the files disagree."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_index_pairs)[
-            "weight_map"
-        ]
-        shards = sorted(set(weight_map.values()))
-        if not weight_map or any(Path(shard).name != shard for shard in shards):
-            raise ValueError("weight_map must name files of this directory")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, [f"{INDEX}: not understood: {type(error).__name__}: {error}"]
+        weight_map = _read_weight_map(index)
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, [f"{INDEX}: not understood: {error}"]
+    shards = sorted(set(weight_map.values()))
     found = [
         f"{shard}: missing; the index names it"
         for shard in shards
-        if not (directory / shard).exists()
+        if not os.path.lexists(directory / shard)
     ]
     with collection_paused():
         files = {
             shard: SafetensorsFile(directory / shard)
             for shard in shards
-            if (directory / shard).exists()
+            if os.path.lexists(directory / shard)
         }
     stray = {path.name for path in directory.glob("model-*-of-*.safetensors")} - set(shards)
     found += [f"{name}: the index does not name this shard" for name in sorted(stray)]
@@ -319,6 +317,31 @@ def _open_shards(directory: Path, index: Path) -> tuple[dict[str, SafetensorsFil
         if shard in files and not files[shard].problems and name not in files[shard].entries:
             found.append(f"{name}: the index says {shard}, which does not hold it")
     return files, found
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> shard, a file of the same directory. Raises ValueError that says what is wrong
+    with the index.
+    """
+    if (other := no_file(index)) is not None:
+        raise ValueError(f"this is {other}")
+    content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_index_pairs)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            'it must be an object whose "weight_map" names the shard of every tensor; copy it again'
+        )
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_file_name(shard):
+            raise ValueError(
+                f"weight_map: {tensor} is said to be in {reprlib.repr(shard)}, which names no file "
+                "of this directory"
+            )
+    return weight_map
+
+
+def _is_file_name(name: str) -> bool:
+    return name not in ("", ".", "..") and "\0" not in name and os.path.basename(name) == name
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,7 +34,14 @@ import numpy as np
 from dspark_jax.checkpoints.checksum import checksum
 from dspark_jax.checkpoints.errors import CheckpointError
 from dspark_jax.checkpoints.official import LONGEST_LIST, raise_checkpoint_error, read_config
-from dspark_jax.checkpoints.paths import INDEX, OWN_FILES, SINGLE, checkpoint_directory, expanded
+from dspark_jax.checkpoints.paths import (
+    INDEX,
+    OWN_FILES,
+    SINGLE,
+    checkpoint_directory,
+    expanded,
+    no_file,
+)
 from dspark_jax.checkpoints.placing import Bounds
 from dspark_jax.checkpoints.units import Leaf, Piece, Unit, understand
 
@@ -118,10 +126,12 @@ def faults(unit: Path, pieces: Iterable[Piece], checksums: dict[str, int]) -> li
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object that a conversion wrote down."""
     try:
+        if (other := no_file(path)) is not None:
+            raise ValueError(f"this is {other}")
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
             raise ValueError(f"it is a {type(value).__name__}, not an object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not understood ({error}); {AGAIN}") from error
     return value
 
@@ -175,10 +185,11 @@ def lost_files(path: Path, unit: str) -> list[str]:
 def is_converted(path: str | Path) -> bool:
     """Whether `path` is the place of a conversion, finished or not, whole or not."""
     path = expanded(path)
-    path = path.parent if path.is_file() and path.name in OWN_FILES else path
-    official = (path / SINGLE).exists() or (path / INDEX).exists()
-    return (path / UNITS).is_dir() or (
-        not official and any((path / name).exists() for name in (MANIFEST, STATE))
+    path = path.parent if os.path.isfile(path) and path.name in OWN_FILES else path
+    # Of what cannot be looked at, these functions say no, and `open` says why.
+    official = any(os.path.exists(path / name) for name in (SINGLE, INDEX))
+    return os.path.isdir(path / UNITS) or (
+        not official and any(os.path.exists(path / name) for name in (MANIFEST, STATE))
     )
 
 
@@ -273,6 +284,9 @@ class ConvertedCheckpoint:
         """Which of the texts beside the units differ from those of the official checkpoint."""
         found = []
         for name, recorded in self.texts.items():
+            if (other := no_file(self.path / name)) is not None:
+                found.append(f"{name}: this is {other}")
+                continue
             try:
                 if sha256((self.path / name).read_bytes()) != recorded:
                     found.append(f"{name}: is not what was converted")

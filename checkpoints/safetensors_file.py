@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_jax.checkpoints.paths import what_else
+from dspark_jax.checkpoints.paths import no_file, what_else
 
 # Bits of every dtype a header may carry; `official` decides which of them a tensor may have.
 BITS = {
@@ -110,6 +110,8 @@ class SafetensorsFile:
         self.problems.append(f"{self.path.name}: {text}")
 
     def _read_header(self) -> None:
+        if (other := no_file(self.path)) is not None:
+            return self._note(f"this is {other}")
         size = self.path.stat().st_size
         with open(self.path, "rb") as file:
             first = file.read(64)

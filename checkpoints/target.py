@@ -73,12 +73,21 @@ def writing(target: Path) -> Iterator[None]:
     except jax.errors.JaxRuntimeError:
         raise  # not the disk: another process is gone, or a device is out of memory
     except (OSError, ValueError, RuntimeError) as error:
-        existing = next(path for path in [target, *target.absolute().parents] if path.exists())
         cause = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{target}: cannot be written ({cause}); {shutil.disk_usage(existing).free:,} bytes "
-            "are free. Run it again when the cause is gone: it goes on where it stopped"
+            f"{target}: cannot be written ({cause}){_free(target)}. Run it again when the cause is "
+            "gone: it goes on where it stopped"
         ) from error
+
+
+def _free(target: Path) -> str:
+    """Says how much room there is, where there is a place to ask about."""
+    try:
+        places = [target, *target.absolute().parents]
+        free = shutil.disk_usage(next(filter(os.path.exists, places))).free
+    except OSError:  # the current directory was removed, say
+        return ""
+    return f"; {free:,} bytes are free"
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 
+from dspark_jax.checkpoints.paths import expanded
 from dspark_jax.commands.output import print_json, status
 from dspark_jax.config import ModelConfig, v4_flash_0731
 from dspark_jax.errors import ConfigError
@@ -133,10 +135,8 @@ def _compiled(*what) -> dict:
 def _config(path: str | None) -> ModelConfig:
     if path is None:
         return v4_flash_0731()
-    from pathlib import Path
-
-    file = Path(path)
-    return ModelConfig.from_file(file / "config.json" if file.is_dir() else file)
+    file = expanded(path)
+    return ModelConfig.from_file(file / "config.json" if os.path.isdir(file) else file)
 
 
 def _target(args: argparse.Namespace):

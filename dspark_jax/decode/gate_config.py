@@ -8,10 +8,10 @@ import math
 import os
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.errors import ConfigError
+from dspark_jax.runtime.scalars import plain
 
 ENV_PREFIX = "DEEPSEEK_DSPARK_GATE"
 FLOAT32_TINY, FLOAT32_MAX = (
@@ -82,12 +82,20 @@ class GateConfig:
         return cls(**values)
 
 
+def with_plain_numbers(config: GateConfig) -> GateConfig:
+    """The same numbers, those in arrays of one as Python's."""
+    return dataclasses.replace(
+        config, **{f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    )
+
+
 def validate(config: GateConfig, block_size: int) -> None:
     """Raises ConfigError, naming the field, if a number is not one, is out of range, or does not
     fit `block_size` (K).
 
     To be called with concrete values, before anything is compiled.
     """
+    config = with_plain_numbers(config)
     for field in dataclasses.fields(config):
         problem = _problem(field.name, getattr(config, field.name))
         if problem:
@@ -135,8 +143,8 @@ def _as_field_type(name, value):
     """A Python or NumPy number as the Python type of its field where that loses nothing; anything
     else as it is.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, (np.generic, np.ndarray)):  # what lies on a device stays there
+        value = plain(value)
     if not isinstance(value, (bool, int, float)) or not is_finite(value):
         return value
     if name == "enabled":
@@ -163,11 +171,7 @@ def _parse(variable, name, text):
 def _problem(name, value):
     """Why `value` cannot be that field's, or None."""
     if name == "enabled":
-        return (
-            None
-            if isinstance(value, (bool, np.bool_))
-            else f"{value!r} is neither on nor off; use 1 or 0"
-        )
+        return None if isinstance(value, bool) else f"{value!r} is neither on nor off; use 1 or 0"
     if not _is_number(value):
         return f"{value!r} is not a number"
     number = float(value) if is_finite(value) else math.inf
@@ -194,17 +198,13 @@ def _problem(name, value):
 
 
 def _is_number(value):
-    """A Python number or an array of one."""
-    if isinstance(value, (np.ndarray, jax.Array)):
-        return value.ndim == 0 and any(
-            jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)
-        )
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def refuse_long_min_draft(config, block_size):
-    if isinstance(config.min_draft, int) and config.min_draft > block_size:
+    least = plain(config.min_draft)
+    if isinstance(least, int) and least > block_size:
         raise ConfigError(
-            f"gate min_draft: {config.min_draft} exceeds the draft block of {block_size} tokens; "
+            f"gate min_draft: {least} exceeds the draft block of {block_size} tokens; "
             "use at most that"
         )

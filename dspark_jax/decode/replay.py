@@ -26,11 +26,11 @@ import dataclasses
 import json
 import os
 import statistics
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.checkpoints.paths import expanded, no_file
 from dspark_jax.decode import gate, gate_config
 from dspark_jax.errors import ConfigError
 from dspark_jax.runtime.files import write_text
@@ -150,11 +150,14 @@ def _median(prompts, key, fallback):
 
 def load(path) -> dict:
     """Reads and checks a rounds file. Raises ConfigError naming the file and the place in it."""
+    path = expanded(path)
+    if (other := no_file(path, pipe=True)) is not None:
+        raise ConfigError(f"rounds file {path}: this is {other}")
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"rounds file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"rounds file {path} is not JSON: {error}") from error
     return check(content, f"rounds file {path}")
 

@@ -5,7 +5,6 @@ changes its arguments.
 from __future__ import annotations
 
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from dspark_jax.config import ModelConfig
 from dspark_jax.decode.request import check_ids
 from dspark_jax.errors import ConfigError, PromptError
-from dspark_jax.loading.load import Model
+from dspark_jax.loading.load import Model, require_model
 from dspark_jax.model import cache as caches
 from dspark_jax.model import dspark
 from dspark_jax.model.cache import Cache
 from dspark_jax.model.drafter import Draft
 from dspark_jax.model.layers.rope import MAX_POSITIONS
 from dspark_jax.runtime.backend import jit
+from dspark_jax.runtime.scalars import plain, whole_number
 from dspark_jax.runtime.settings import own_settings, under_own_settings
 from dspark_jax.runtime.sharding import (
     cache_shardings,
@@ -31,20 +32,49 @@ from dspark_jax.runtime.sharding import (
     stream_spec,
 )
 
+MOST_STREAMS = 2**31 - 1  # whatever the memory; they are counted with 32 bits
+
 
 @under_own_settings
 def new_cache(model: Model, batch: int = 1) -> Cache:
-    """An empty cache for `batch` streams."""
-    limits = model.limits
-    shapes = jax.eval_shape(
-        lambda: dspark.new_cache(
-            model.config, batch, limits.max_seq_len, limits.rows, jnp.dtype(model.numerics.dtype)
-        )
-    )
+    """An empty cache for `batch` streams.
+
+    Raises ConfigError for a number of streams that is none, does not divide over the mesh or has no
+      room in memory.
+    """
+    require_model(model, "new_cache")
+    batch = whole_number("new_cache: batch", batch, 1, MOST_STREAMS)
+    shapes = _cache_shapes(model, batch)
     leaves, structure = jax.tree.flatten(shapes)
-    return _zeros(
-        tuple(leaves), structure, tuple(jax.tree.leaves(cache_shardings(model.mesh, shapes)))
-    )()
+    places = tuple(jax.tree.leaves(cache_shardings(model.mesh, shapes)))
+    try:
+        return _zeros(tuple(leaves), structure, places)()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        raise ConfigError(
+            f"new_cache: {batch} streams of max_seq_len {model.limits.max_seq_len} need "
+            f"{needed / 2**30:.3g} GiB, more than there is; ask for fewer, or load with a smaller "
+            "max_seq_len"
+        ) from None
+
+
+def _cache_shapes(model: Model, batch: int) -> Cache:
+    config, limits = model.config, model.limits
+    drafter = dspark.drafter_class(config)
+    return _shapes(config, drafter, batch, limits.max_seq_len, limits.rows, model.numerics.dtype)
+
+
+@functools.lru_cache
+def _shapes(
+    config: ModelConfig, drafter: type, batch: int, max_seq_len: int, rows: int, dtype: str
+) -> Cache:
+    """drafter: of this config; its part of the cache depends on it."""
+    del drafter
+    return jax.eval_shape(
+        lambda: dspark.new_cache(config, batch, max_seq_len, rows, jnp.dtype(dtype))
+    )
 
 
 @functools.cache
@@ -64,9 +94,11 @@ def extend(model: Model, cache: Cache, tokens, valid) -> tuple[jax.Array, jax.Ar
     Returns logits [B, T, V] float32, captured hidden [B, T, N*D], and the written cache. Row i sees
     positions up to its own only. Outputs of rows from `valid` on are undefined.
 
-    Raises PromptError for ids outside the vocabulary, more rows than the cache was made for, or
-      rows beyond its end.
+    Raises PromptError for another model's cache, ids outside the vocabulary, more rows than the
+      cache was made for, or rows beyond its end.
     """
+    require_model(model, "extend")
+    _require_own_cache(model, cache, "extend")
     tokens, valid = _array("extend: tokens", tokens), _array("extend: valid", valid)
     check_rows(model, cache, tokens, valid)
     tokens, valid = tokens.astype(np.int32), valid.astype(np.int32)
@@ -80,9 +112,10 @@ def commit(cache: Cache, n) -> Cache:
     """Adds n [B] to the position and does nothing else; 0 <= n <= the valid rows of the last
     extend.
 
-    Raises PromptError for another shape, for what is no integer, and for a negative number that the
-      host knows.
+    Raises PromptError for what is no cache, for another shape, for what is no integer, and for a
+      negative number that the host knows.
     """
+    _require_cache(cache, "commit")
     with own_settings(_mesh_of(cache)):
         return _commit(cache, n)
 
@@ -120,6 +153,7 @@ def prefill(model: Model, tokens: list[int]) -> tuple[jax.Array, jax.Array, Cach
     """One stream of any length from an empty cache: logits [1, S, V], hidden [1, S, N*D], and the
     cache committed at S.
     """
+    require_model(model, "prefill")
     tokens = _array("prefill: tokens", tokens)
     if tokens.ndim != 1:
         raise PromptError(
@@ -153,18 +187,12 @@ def draft(model: Model, cache: Cache, token, hidden=None, count: int | None = No
     hidden [B, N*D]: replaces the seed's captured hidden for this draft. count: only the leading
     drafts, at most the block size.
     Returns a Draft: tokens [B, K], logits [B, K, V], confidence [B, K].
-    Raises PromptError for a token or a hidden of another shape than the cache's streams need, and
-      for ids outside the vocabulary.
+    Raises PromptError for another model's cache, for a token or a hidden of another shape than its
+      streams need, and for ids outside the vocabulary; ConfigError for a count that is none.
     """
-    most = model.config.dspark_block_size
-    try:
-        count = most if count is None else operator.index(count)
-    except TypeError:
-        raise ConfigError(f"count: {count!r} is not an integer; use 1 to {most}") from None
-    if not 1 <= count <= most:
-        raise ConfigError(
-            f"count: {count} drafts asked for, dspark_block_size is {most}; use 1 to {most}"
-        )
+    require_model(model, "draft")
+    count = _checked_count(count, model.config.dspark_block_size)
+    _require_own_cache(model, cache, "draft")
     token, batch = _array("draft: token", token), cache.position.shape[0]
     if token.shape != (batch,):
         raise PromptError(
@@ -182,6 +210,17 @@ def draft(model: Model, cache: Cache, token, hidden=None, count: int | None = No
     return jax.tree.map(lambda a: a[:, :count], result)
 
 
+def _checked_count(count, most: int) -> int:
+    number = most if count is None else plain(count)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ConfigError(f"count: {count!r} is not an integer; use 1 to {most}")
+    if not 1 <= number <= most:
+        raise ConfigError(
+            f"count: {number} drafts asked for, dspark_block_size is {most}; use 1 to {most}"
+        )
+    return number
+
+
 def _checked_hidden(model: Model, batch: int, hidden):
     hidden = hidden if isinstance(hidden, jax.Array) else _array("draft: hidden", hidden)
     shape = batch, model.config.n_hidden_taps * model.config.hidden_size
@@ -192,6 +231,40 @@ def _checked_hidden(model: Model, batch: int, hidden):
             "of each stream"
         )
     return hidden
+
+
+def _require_cache(cache, what: str) -> None:
+    if not isinstance(cache, Cache):
+        raise PromptError(
+            f"{what}: expected a cache that dspark.new_cache or dspark.prefill returned, got a "
+            f"{type(cache).__name__}"
+        )
+
+
+def _require_own_cache(model: Model, cache, what: str) -> None:
+    """Another one would be written to at other places, or past its end without a word."""
+    _require_cache(cache, what)
+    expected, held = _cache_shapes(model, cache.position.shape[0]), jax.tree.leaves(cache)
+    if jax.tree.structure(cache) != jax.tree.structure(expected) or any(
+        (leaf.shape, leaf.dtype) != (own.shape, own.dtype)
+        for leaf, own in zip(held, jax.tree.leaves(expected))
+    ):
+        raise PromptError(
+            f"{what}: this cache was made for another model, or for one loaded with another "
+            "max_seq_len, prefill_chunk or dtype; make one with dspark.new_cache"
+        )
+    if any(_lies_elsewhere(leaf, model.mesh) for leaf in held):
+        raise PromptError(
+            f"{what}: this cache lies on other devices than the model; make one with "
+            "dspark.new_cache"
+        )
+
+
+def _lies_elsewhere(leaf, mesh: Mesh) -> bool:
+    """Whether jax would refuse it. What was put nowhere in particular goes where it is needed."""
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array) or not leaf.committed:
+        return False
+    return leaf.sharding.device_set != set(mesh.devices.flat)
 
 
 def _array(what: str, value) -> np.ndarray:

@@ -39,7 +39,7 @@ def convert_checkpoint(
     """
     with losses_explained(), OfficialCheckpoint.open(source) as checkpoint:
         config = ModelConfig.from_dict(checkpoint.config_dict)
-        mesh = mesh or single_device()
+        mesh = single_device() if mesh is None else mesh
         check_mesh(mesh, config)
         check_processes(mesh)
         check_sizes(checkpoint, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.official import OfficialCheckpoint
 from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
-from dspark_jax.checkpoints.paths import checkpoint_directory, what_else
+from dspark_jax.checkpoints.paths import checkpoint_directory, no_file, what_else_at
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading import expert_storage
@@ -34,6 +35,7 @@ from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.parameters import ShapeSource, Source
 from dspark_jax.runtime import compilation_cache
 from dspark_jax.runtime.backend import on_cpu, require_device
+from dspark_jax.runtime.scalars import truth
 from dspark_jax.runtime.settings import own_settings
 from dspark_jax.runtime.sharding import check_mesh
 
@@ -72,6 +74,14 @@ class Model:
     def split(self) -> tuple[nnx.GraphDef, nnx.State]:
         """The module's structure (static, hashable) and its arrays, for `jax.jit`."""
         return nnx.split(self.module)
+
+
+def require_model(model, what: str) -> None:
+    """Raises ConfigError, beginning with `what`, for anything but a Model."""
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"{what}: expected a model that dspark.load returned, got a {type(model).__name__}"
+        )
 
 
 def embedded_checkpoint() -> Path:
@@ -121,12 +131,13 @@ def load(
         ConvertedCheckpoint.open(path) if is_converted(path) else OfficialCheckpoint.open(path)
     )
     config = ModelConfig.from_dict(checkpoint.config_dict, f"{path}/config.json")
-    numerics = Numerics(dtype_name(dtype), bool(activation_quant), mesh)
-    check_mesh(numerics.mesh, config)
+    numerics = Numerics(dtype_name(dtype), truth("activation_quant", activation_quant), mesh)
+    check_mesh(numerics.mesh if mesh is None else mesh, config)
     limits = make_limits(config, max_seq_len, prefill_chunk)
     experts = choose_expert_storage(config, numerics, limits.max_seq_len, limits.rows)
+    tokenizer = read_tokenizer(path, config)  # before the weights, which take minutes
     module = DSpark(config, numerics, _source(checkpoint, config, numerics, experts.packed))
-    return Model(config, read_tokenizer(path, config), module, limits, numerics, experts.kind)
+    return Model(config, tokenizer, module, limits, numerics, experts.kind)
 
 
 def choose_expert_storage(
@@ -184,15 +195,16 @@ def dtype_name(dtype) -> str:
 def read_tokenizer(path: Path, config: ModelConfig):
     """The checkpoint's tokenizer.json, or None without one."""
     file = path / "tokenizer.json"
-    if not file.exists():
+    if not os.path.lexists(file):
         return None
+    if (other := no_file(file)) is not None:
+        raise CheckpointError(f"{file}: this is {other}")
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises a bare Exception
-        other = what_else(file.read_bytes()[:64])
-        if other is not None:
+        if (other := what_else_at(file)) is not None:
             raise CheckpointError(f"{file}: this is {other}") from None
         raise CheckpointError(f"{file}: not a readable tokenizer.json ({error})") from error
     # Left there by training, they would cut or fill up a prompt without a word.

@@ -22,6 +22,7 @@ from dspark_jax.loading.load import (
     choose_expert_storage,
     dtype_name,
     expected_tensors,
+    read_tokenizer,
     record_leaves,
 )
 from dspark_jax.loading.parts import ORDER, part_of
@@ -220,7 +221,7 @@ def _storage(config: ModelConfig | None) -> ExpertStorage | None:
 def _config(
     checkpoint: OfficialCheckpoint | ConvertedCheckpoint,
 ) -> tuple[ModelConfig | None, str | None]:
-    """The config, or None; and what is wrong with it or the names, or None."""
+    """The config, or None; and what is wrong with it, the names or the tokenizer, or None."""
     try:
         config = ModelConfig.from_dict(checkpoint.config_dict, f"{checkpoint.path}/config.json")
     except DsparkError as error:
@@ -234,6 +235,7 @@ def _config(
         checkpoint.check(
             (expected_tensors(config) if official else record_leaves(config).leaves).values()
         )
+        read_tokenizer(checkpoint.path, config)
     except DsparkError as error:
         return config, str(error)
     return config, None

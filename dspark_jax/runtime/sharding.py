@@ -29,6 +29,7 @@ what the host needs to know is gathered (`fetch`).
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Callable
 
 import jax
@@ -39,6 +40,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import ConfigError
 from dspark_jax.runtime.backend import require_device
+from dspark_jax.runtime.scalars import plain
 
 DATA, MODEL = "data", "model"
 
@@ -68,10 +70,18 @@ def make_mesh(data: int = 1, model: int = 1, devices=None) -> Mesh:
     The axes are Auto (`jax.make_mesh` makes Explicit ones by default): a program is one
     `jax.shard_map` over both axes, so there is nothing for shardings in types to decide, and small
     things on the host's side (commit, joining logits) need no annotations.
+
+    Raises ConfigError for sizes that are no whole numbers of 1 or more, for more devices than there
+    are, and for what is no list of devices.
     """
     if devices is None:
         require_device()
-    devices = list(jax.devices() if devices is None else devices)
+    devices = _checked_devices(jax.devices() if devices is None else devices)
+    data, model = plain(data), plain(model)
+    if not all(isinstance(size, int) and not isinstance(size, bool) for size in (data, model)):
+        raise ConfigError(
+            f"mesh: {data!r} and {model!r} are not two whole numbers, such as 1 and 4"
+        )
     if data < 1 or model < 1:
         raise ConfigError(f"mesh: {data}x{model} is not a mesh; both sizes must be at least 1")
     if data * model > len(devices):
@@ -83,6 +93,23 @@ def make_mesh(data: int = 1, model: int = 1, devices=None) -> Mesh:
         (DATA, MODEL),
         axis_types=(AxisType.Auto,) * 2,
     )
+
+
+def _checked_devices(devices) -> list[jax.Device]:
+    try:
+        devices = list(devices)
+    except TypeError:
+        raise ConfigError(
+            f"mesh: devices must be a list, such as jax.devices(), not {devices!r}"
+        ) from None
+    for device in devices:
+        if not isinstance(device, jax.Device):
+            raise ConfigError(
+                f"mesh: {reprlib.repr(device)} is not a device; give a list, such as jax.devices()"
+            )
+    if len(set(devices)) < len(devices):
+        raise ConfigError("mesh: a device is given twice")
+    return devices
 
 
 def parse_mesh(text: str) -> tuple[int, int]:
