@@ -79,11 +79,10 @@ def stages_bytes(shards):
     return 3 * (layer_bytes(shards) + 256 * 4) + own + (2 * 129280 * 4096 if shards > 1 else 0)
 
 
-# Of one stream on a model axis of 4.
-ACTIVATIONS = (
-    128 * (4 * 4 * 4096 * 4 + 512 * 512 * 2 + 16 * (128 + 128 + 512) * 4 * 2 + 3 * 16 * 512 * 4)
-    + 4 * 129280 * 4
-)
+# Of a row, of its logits, and of a prefill of one stream, on a model axis of 4.
+A_ROW = 4 * 4 * 4096 * 4 + 512 * 512 * 2 + 16 * (128 + 128 + 512) * 4 * 2 + 3 * 16 * 512 * 4
+ITS_LOGITS = 4 * 129280 * 4
+PREFILL = 128 * A_ROW + ITS_LOGITS
 HEAD_MIXING = 4 * (4 * 16384 + 4 + 1)
 WINDOWS = 43 * 128 * 512 * 2
 CACHE_READ_AT_64K = WINDOWS + 21 * (16384 * 128 + 512 * 512) * 2 + 20 * 512 * 512 * 2
@@ -140,18 +139,35 @@ def test_the_data_axis_deals_out_streams():
         + stages_bytes(4)
     )
     for made in (one, two):
-        assert (sum(made.parameters.values()), made.activations) == (parameters, 4 * ACTIVATIONS)
-        assert made.total == parameters + 4 * ACTIVATIONS + 4 * sizes.cache_bytes(CONFIG, 65536)
+        assert (sum(made.parameters.values()), made.activations) == (parameters, PREFILL)
+        caches = (4 + 1) * sizes.cache_bytes(CONFIG, 65536)  # a prompt is prefilled in one more
+        assert made.total == parameters + PREFILL + caches
     assert one.longest_context == two.longest_context
-    assert one.most_streams == (95e9 - parameters) // (ACTIVATIONS + one.cache_per_stream) == 74
-    assert two.most_streams == 2 * 74
+    a_stream = 6 * (A_ROW + ITS_LOGITS) + one.cache_per_stream  # of so many, rounds need the most
+    assert one.most_streams == (95e9 - parameters - one.cache_per_stream) // a_stream == 88
+    assert two.most_streams == 2 * 88
+
+
+def test_one_stream_is_prefilled_in_its_own_cache():
+    target = sizes.Target("4 devices", 4, 95e9)
+    alone, two = (
+        sizes.make_plan(CONFIG, target, (1, 4), 65536, streams, 2.5).total for streams in (1, 2)
+    )
+    assert two - alone == 2 * sizes.cache_bytes(CONFIG, 65536)
+
+
+def test_many_streams_need_the_most_in_a_round():
+    """30 rows of five streams are less than a chunk, 270 of 45 are more."""
+    made = [sizes.activation_bytes(CONFIG, (1, 4), streams) for streams in (1, 5, 45)]
+    assert made == [PREFILL, PREFILL, 45 * 6 * (A_ROW + ITS_LOGITS)]
 
 
 def test_most_streams_has_no_ceiling():
     """A thousand times the memory of v5p:2x2x1, far more than 65536 streams of 8192 tokens."""
     made = sizes.make_plan(CONFIG, sizes.Target("4 devices", 4, 95e12), (1, 4), 8192, 1, 2.5)
     free = 95e12 - sum(made.parameters.values())
-    assert made.most_streams == free // (made.cache_per_stream + made.activations) > 1 << 18
+    a_stream = 6 * (A_ROW + ITS_LOGITS) + made.cache_per_stream
+    assert made.most_streams == (free - made.cache_per_stream) // a_stream > 1 << 18
 
 
 def test_no_stream_fits_beside_parameters_that_do_not():
