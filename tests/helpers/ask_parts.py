@@ -1,0 +1,118 @@
+"""Requests of many prompts, each with settings of its own, in any order and among any others, and
+what came of each.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import dspark_jax as dspark
+
+OFF = dspark.GateConfig()
+# With a drafter of random confidence they choose many lengths; both skip drafts by margin.
+GATE = dspark.GateConfig(
+    enabled=True,
+    margin=1.0,
+    draft_ms=30,
+    verify_base_ms=200,
+    verify_slope_ms=55,
+    decay=0.5,
+    margin_threshold=0.1,
+)
+LEAST = dataclasses.replace(
+    GATE, verify_base_ms=250, verify_slope_ms=60, margin_threshold=0.9, min_draft=3
+)
+
+
+class Ask(NamedTuple):
+    """A prompt and what is asked for it; the names are those of `dspark.generate`."""
+
+    ids: list[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: Sequence[int] = ()
+
+
+class Answer(NamedTuple):
+    """Of one Ask. logprobs: the bits of all of them, and the ids that they are of."""
+
+    tokens: list[int]
+    logprobs: tuple
+    rounds: list[dspark.RoundRecord]
+
+
+def settings(asks: Sequence[Ask]) -> dict:
+    """One value a prompt, of everything but the ids."""
+    rows = [ask._asdict() for ask in asks]
+    columns = {name: [row[name] for row in rows] for name in Ask._fields[1:]}
+    return columns | {"stop_token_ids": [list(ids) for ids in columns["stop_token_ids"]]}
+
+
+def run(model, asks: Sequence[Ask], mode="block", streams=1, gate=OFF, **options):
+    """The output of `generate`, with the log-probabilities of two tokens a place."""
+    return dspark.generate(
+        model,
+        [ask.ids for ask in asks],
+        mode=mode,
+        gate=gate,
+        **{"streams": streams, "logprobs": 2} | settings(asks) | options,
+    )
+
+
+def events_of(model, asks: Sequence[Ask], **options):
+    """The iterator of `stream`, likewise."""
+    prompts = [ask.ids for ask in asks]
+    return dspark.stream(model, prompts, **{"logprobs": 2} | settings(asks) | options)
+
+
+def answers(model, asks: Sequence[Ask], *arguments, **options) -> list[Answer]:
+    out = run(model, asks, *arguments, **options)
+    return [Answer(*of) for of in zip(out.tokens, map(bits, out.logprobs), out.rounds)]
+
+
+def bits(logprobs: Sequence[dspark.TokenLogprob]) -> tuple:
+    ids = [(each.token, *(token for token, _ in each.best)) for each in logprobs]
+    values = [(each.logprob, *(value for _, value in each.best)) for each in logprobs]
+    first = [value is None for value, *_ in values]  # a prompt's first token has none
+    numbers = [0.0 if value is None else value for row in values for value in row]
+    return ids, first, np.array(numbers, np.float32).tobytes()
+
+
+def differing(got: Sequence[Answer], wanted: Sequence[Answer]) -> list[tuple[int, str]]:
+    """Which prompts differ, in tokens or in a bit of a log-probability, and in what."""
+    assert len(got) == len(wanted)
+    return [
+        (number, name)
+        for number, (one, other) in enumerate(zip(got, wanted))
+        for name in ("tokens", "logprobs")
+        if getattr(one, name) != getattr(other, name)
+    ]
+
+
+def among_strangers(model, asks, strangers, *arguments, **options) -> list[Answer]:
+    """The answers to `asks`, which came last first and between strangers."""
+    mixed: list = []
+    for number, ask in reversed(list(enumerate(asks))):
+        mixed += [(number, ask), (None, strangers[number % len(strangers)])]
+    got = answers(model, [ask for _, ask in mixed], *arguments, **options)
+    own = {number: answer for (number, _), answer in zip(mixed, got) if number is not None}
+    return [own[number] for number in range(len(asks))]
+
+
+def passed_rounds(rounds: Sequence[int], places: int) -> int:
+    """How many rounds pass until all prompts are done, which take so many each, where a place that
+    becomes free is taken before the next round.
+    """
+    waiting, left, passed = [count for count in rounds if count], [], 0
+    while waiting or left:
+        while waiting and len(left) < places:
+            left.append(waiting.pop(0))
+        left = [count - 1 for count in left if count > 1]
+        passed += 1
+    return passed
