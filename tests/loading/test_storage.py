@@ -30,7 +30,10 @@ from dspark_jax.runtime.backend import compiling_for
 from helpers.official_files import CONFIG, GOLDENS, poison
 from helpers.support import golden_model
 
-LITTLE = 20 << 20  # bytes; the golden model needs 14 MB packed, 30 MB dequantised
+# Bytes. The golden model needs 16 MB packed and 32 MB dequantised where streams are of 128 tokens,
+# 32 MB and 49 MB where they may have 4096, as by default.
+LITTLE = 20 << 20
+LITTLE_BY_DEFAULT = 48 << 20
 MIB = 1 << 20
 
 
@@ -275,7 +278,7 @@ def test_a_converted_checkpoint_is_held_the_same_way(tmp_path, packed, available
 
 
 def test_inspect_says_it(available, capsys):
-    available(LITTLE)
+    available(LITTLE_BY_DEFAULT)
     summary = inspect_checkpoint(GOLDENS)
     assert summary.expert_storage == chosen() and summary.expert_storage.kind == "packed"
     assert json.loads(json.dumps(summary.to_dict()))["expert_storage"] == {
@@ -283,8 +286,8 @@ def test_inspect_says_it(available, capsys):
         "why": chosen().why,
         "dequantised_bytes": chosen().dequantised_bytes,
         "packed_bytes": chosen().packed_bytes,
-        "available_bytes": LITTLE,
-        "limit_bytes": int(expert_storage.SHARE * LITTLE),
+        "available_bytes": LITTLE_BY_DEFAULT,
+        "limit_bytes": int(expert_storage.SHARE * LITTLE_BY_DEFAULT),
     }
     print_summary(summary)
     text = " ".join(capsys.readouterr().out.split())
@@ -293,7 +296,7 @@ def test_inspect_says_it(available, capsys):
         "not fit in memory" in text
     )
     assert (
-        "30.3 MB dequantised, 14.1 MB packed; 21 MB are available, of which 16.8 MB may be used"
+        "48.5 MB dequantised, 32.3 MB packed; 50.3 MB are available, of which 40.3 MB may be used"
         in text
     )
     available(1 << 40)
