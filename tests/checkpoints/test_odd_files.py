@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import threading
 
 import pytest
@@ -40,28 +41,23 @@ KINDS = {
 @contextlib.contextmanager
 def standing(kind, path):
     """Puts it there. A pipe has a writer that says nothing: who reads it sees an empty file."""
-    over = threading.Event()
+    writer = contextlib.nullcontext()
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
-        threading.Thread(target=say_nothing, args=(path, over), daemon=True).start()
+        writer = subprocess.Popen(["sh", "-c", 'while :; do : >"$0"; done', str(path)])
     elif kind == "directory":
         path.mkdir()
     elif kind == "socket":
         socket.socket(socket.AF_UNIX).bind(str(path))
     else:
         path.symlink_to(os.devnull if kind == "device" else "nowhere")
-    try:
-        yield
-    finally:
-        over.set()
-        if kind == "pipe":
-            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # for the writer, who waits
-
-
-def say_nothing(pipe, over):
-    while not over.is_set():
-        os.close(os.open(pipe, os.O_WRONLY))
+    with writer:
+        try:
+            yield
+        finally:
+            if kind == "pipe":
+                writer.kill()
 
 
 @pytest.fixture
