@@ -7,6 +7,7 @@ and the second one again.
 """
 
 import contextlib
+import copy
 import dataclasses
 import os
 import re
@@ -325,21 +326,30 @@ def watched():
     """
     import numpy as np
 
-    from dspark_jax.decode.engine import Engine
+    from dspark_jax.decode import engine
 
-    original, positions = Engine._run, []
+    original, positions = engine._programs, []
 
-    def run(self, state, most):
-        result = original(self, state, most)
-        check_shards_agree(result)
-        positions.append(np.asarray(result[0].cache.position).tolist())
-        return result
+    class Watched:
+        def __init__(self, jitted):
+            self.jitted, self.lower = jitted, jitted.lower
 
-    Engine._run = run
+        def __call__(self, *arguments):
+            result = self.jitted(*arguments)
+            check_shards_agree(result)
+            positions.append(np.asarray(result[0].position).tolist())
+            return result
+
+    def programs(model, request):
+        made = copy.copy(original(model, request))
+        made.run = Watched(made.run)
+        return made
+
+    engine._programs = programs
     try:
         yield positions
     finally:
-        Engine._run = original
+        engine._programs = original
 
 
 def embedded(sizes: str) -> None:

@@ -5,7 +5,6 @@ python stream_parts.py 4 streams
 """
 
 import dataclasses
-import importlib
 from collections import Counter
 
 from helpers import processes
@@ -34,38 +33,39 @@ ROUNDS_PER_CALL = 4
 
 
 def streams() -> None:
-    """Five prompts on 4x1 (a full group, and one stream beside three idle ones) and on 2x2 (two
-    full groups and half of one).
+    """Five prompts on 4x1, with two places on each row of the data axis (all run at a time, and
+    three places are idle), and on 2x2, with one (three have to wait for it).
     """
     import dspark_jax as dspark
+    from dspark_jax.decode import run as runs
 
     from helpers.support import golden_arrays
 
     gate, expected = dspark.GateConfig(**GATE), golden_arrays("expected_float")
     prompts = five_prompts(expected)
-    importlib.import_module("dspark_jax.decode.generate").ROUNDS_PER_CALL = ROUNDS_PER_CALL
-    model = load("float", 1, 1)
-    alone = [dspark.generate(model, prompt, gate=gate, **OPTIONS) for prompt in prompts]
-    sums = dspark.generate(model, prompts, gate=gate, **OPTIONS).stats
+    runs.ROUNDS_PER_CALL = ROUNDS_PER_CALL
+    model, options = load("float", 1, 1), {**OPTIONS, "gate": gate, "streams": 1}
+    alone = [dspark.generate(model, prompt, **options) for prompt in prompts]
+    sums = dspark.generate(model, prompts, **options).stats
     check_variety(alone)
-    for sizes in ((4, 1), (2, 2)):
-        model = load("float", *sizes)
+    for sizes, a_row in (((4, 1), 2), ((2, 2), 1)):
+        model, options["streams"] = load("float", *sizes), a_row
         programs = compiled_by_hand(model)
         with watched() as positions:
-            out = dspark.generate(model, prompts, gate=gate, **OPTIONS)
-        check_idle_rows(positions, sizes[0], len(prompts))
+            out = dspark.generate(model, prompts, **options)
+        check_places(positions, sizes[0], a_row, len(prompts))
         own = (
             alone
             if sizes[1] == 1
-            else [dspark.generate(model, prompt, gate=gate, **OPTIONS) for prompt in prompts]
+            else [dspark.generate(model, prompt, **options) for prompt in prompts]
         )
         check_each(out, alone, own)
-        check_stats(out, sums, sizes[0], same_bits=sizes[1] == 1)
-        check_collectives(model, programs, *sizes)
-        check_goldens(model, expected)
-        check_last_vocabulary_shard(model, prompts, alone)
-        check_faults(model, prompts, alone)
-        check_interrupt(model, prompts, alone, gate)
+        check_stats(out, sums, sizes[0] * a_row, same_bits=sizes[1] == 1)
+        check_collectives(model, programs, *sizes, a_row)
+        check_goldens(model, expected, a_row)
+        check_last_vocabulary_shard(model, prompts, alone, a_row)
+        check_faults(model, prompts, alone, a_row)
+        check_interrupt(model, prompts, alone, options)
 
 
 def five_prompts(expected) -> list[list[int]]:
@@ -88,13 +88,12 @@ def check_variety(alone) -> None:
     ) == 3
 
 
-def check_idle_rows(positions, width: int, prompts: int) -> None:
-    """Rows without a prompt never leave position 0."""
-    assert {len(p) for p in positions} == {width} and len(positions) > -(-prompts // width)
-    live = prompts % width
-    assert live and all(
-        (p[:live].count(0), p[live:]) == (0, [0] * (width - live)) for p in positions[-1:]
-    )
+def check_places(positions, rows: int, a_row: int, prompts: int) -> None:
+    """Rows have streams in turn; places without a prompt never leave position 0."""
+    assert {len(p) for p in positions} == {rows * a_row} and len(positions) > -(-prompts // rows)
+    taken = [row * a_row + place for place in range(a_row) for row in range(rows)][:prompts]
+    assert {place for place, at in enumerate(positions[-1]) if at} == set(taken)
+    assert all(at == 0 for p in positions for place, at in enumerate(p) if place not in taken)
 
 
 def check_each(out, alone, own) -> None:
@@ -118,8 +117,8 @@ def choices(rounds):
 
 
 def check_stats(out, sums, width: int, same_bits: bool) -> None:
-    """Counts are the sums of one device's. A group takes the time of its slowest stream; a stream
-    that ended earlier, less.
+    """Counts are the sums of one device's. All prompts take more time than the slowest; one that
+    ended early, less.
     """
     ours, theirs = timeless(out.stats), timeless(sums)
     if not same_bits:  # scores near the edge of a bucket
@@ -129,14 +128,16 @@ def check_stats(out, sums, width: int, same_bits: bool) -> None:
         )
     assert ours == theirs
     seconds = [prompt["seconds"] for prompt in out.stats["per_prompt"]]
-    groups = [seconds[i : i + width] for i in range(0, len(seconds), width)]
-    assert out.stats["seconds"] == sum(map(max, groups)) and min(seconds) > 0
-    assert seconds[1] < max(groups[0]), "the second prompt ends first of its group"
+    assert out.stats["seconds"] > max(seconds) > seconds[1] and min(seconds) > 0
+    assert out.stats["streams"] == width and 0 < out.stats["busy_share"] <= 1
 
 
 def timeless(stats: dict) -> dict:
+    of_this_run = "per_prompt", "streams", "busy_share"
     return {
-        key: value for key, value in stats.items() if "second" not in key and key != "per_prompt"
+        key: value
+        for key, value in stats.items()
+        if "second" not in key and "time" not in key and key not in of_this_run
     }
 
 
@@ -162,15 +163,16 @@ class ByHand:
 def compiled_by_hand(model) -> dict[str, ByHand]:
     """Puts such functions in place of the model's programs: they are compiled before they run."""
     from dspark_jax.decode import engine
+    from dspark_jax.decode.request import make_request
 
-    programs = engine._programs(model.split[0], model.mesh, model.limits, OPTIONS["mode"])
+    programs = engine._programs(model, make_request(model, [0], **OPTIONS))
     programs.begin, programs.run = ByHand(programs.begin), ByHand(programs.run)
     return {"prefill": programs.begin, "rounds": programs.run}
 
 
-def check_collectives(model, programs, data: int, shards: int) -> None:
-    """A chunk and a call of rounds hold the collectives of the design, for the one stream of a
-    device, and no others.
+def check_collectives(model, programs, data: int, shards: int, streams: int) -> None:
+    """A chunk of one prompt and a call of rounds of `streams` on each device hold the collectives
+    of the design, and no others.
     """
     block, chunk = model.config.dspark_block_size, model.limits.prefill_chunk
     found, groups = collectives(programs["prefill"].compiled.as_text())
@@ -183,12 +185,14 @@ def check_collectives(model, programs, data: int, shards: int) -> None:
     )  # how many rounds there were, the only word between streams
     assert (
         found
-        == extend_collectives(model, 1, block + 1, block + 1) + draft_collectives(model, 1) + count
+        == extend_collectives(model, streams, block + 1, block + 1)
+        + draft_collectives(model, streams)
+        + count
     ), found
     assert len(groups - rows_of_the_mesh(data, shards)) == 1
 
 
-def check_last_vocabulary_shard(model, prompts, alone) -> None:
+def check_last_vocabulary_shard(model, prompts, alone, streams: int) -> None:
     """Two rows of the head change places, so that the last id of all wins where the main model
     first verifies.
     """
@@ -197,18 +201,18 @@ def check_last_vocabulary_shard(model, prompts, alone) -> None:
     last = model.config.vocab_size - 1
     first, second = alone[0].tokens[0][:2]
     assert len({first, second, last}) == 3
-    out = dspark.generate(
-        with_head_rows(model, second, last), prompts, **OPTIONS | {"max_new_tokens": 2}
-    )
+    options = OPTIONS | {"max_new_tokens": 2, "streams": streams}
+    out = dspark.generate(with_head_rows(model, second, last), prompts, **options)
     assert out.tokens[0] == [first, last]
 
 
-def check_goldens(model, expected) -> None:
+def check_goldens(model, expected, streams: int) -> None:
     """Without the gate, two streams side by side emit the golden tokens in the golden rounds."""
     import dspark_jax as dspark
 
     prompts = [expected[f"p{i}.ids"].tolist() for i in (1, 2)]
-    out = dspark.generate(model, prompts, max_new_tokens=30, mode="block", stop_token_ids=[])
+    options = OPTIONS | {"stop_token_ids": [], "streams": streams}
+    out = dspark.generate(model, prompts, **options)
     for i, tokens, records in zip((1, 2), out.tokens, out.rounds):
         assert tokens == expected[f"spec{i}.emitted"].tolist()[:30]
         assert [r.accepted for r in records] == expected[f"spec{i}.accepted"].tolist()[
@@ -216,21 +220,27 @@ def check_goldens(model, expected) -> None:
         ] and len(records) > 6
 
 
-def check_faults(model, prompts, alone) -> None:
-    """A token makes the logits of one stream NaN: the error names its prompt and position."""
+def check_faults(model, prompts, alone, streams: int) -> None:
+    """A token makes the logits of one stream NaN: the error names its prompt and position, and the
+    others run to their ends, also those that are prefilled after it in its place.
+    """
     import pytest
 
     import dspark_jax as dspark
 
-    options = OPTIONS | {"max_new_tokens": 12}
+    options = OPTIONS | {"max_new_tokens": 12, "streams": streams}
     seen = [prompt + solo.tokens[0][:12] for prompt, solo in zip(prompts, alone)]
     for number, at in ((1, only_in(seen, 1, 0)), (2, only_in(seen, 2, len(prompts[2])))):
         position = max(at, len(prompts[number]) - 1)
         with pytest.raises(
             dspark.NumericsError,
             match=f"prompt {number}: the logits at position {position} are not finite",
-        ):
+        ) as caught:
             dspark.generate(with_nan_embedding(model, seen[number][at]), prompts, **options)
+        sound = position + 1 - len(prompts[number])
+        assert caught.value.output.tokens == [
+            solo.tokens[0][: sound if i == number else 12] for i, solo in enumerate(alone)
+        ]
     assert position >= len(prompts[2]), "in a round"
 
 
@@ -258,29 +268,29 @@ def with_nan_embedding(model, token: int):
     return dataclasses.replace(model, module=module)
 
 
-def check_interrupt(model, prompts, alone, gate) -> None:
-    """Ctrl-C in the second call of rounds keeps what the first one emitted, of every stream of the
-    group.
+def check_interrupt(model, prompts, alone, options) -> None:
+    """Ctrl-C before the second call of rounds is heard of keeps what the first one emitted, of
+    every stream that had a place.
     """
     import pytest
 
     import dspark_jax as dspark
     from dspark_jax.decode.engine import Engine
 
-    original, width = Engine._run, model.mesh.shape["data"]
+    original, width = Engine._heard, model.mesh.shape["data"] * options["streams"]
     calls = iter(range(1000))
 
-    def run(self, state, most):
+    def heard(self, call):
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return original(self, state, most)
+        yield from original(self, call)
 
-    Engine._run = run
+    Engine._heard = heard
     try:
         with pytest.raises(dspark.Interrupted) as caught:
-            dspark.generate(model, prompts, gate=gate, **OPTIONS)
+            dspark.generate(model, prompts, **options)
     finally:
-        Engine._run = original
+        Engine._heard = original
     out = caught.value.output
     assert out.finish_reasons.count("interrupted") == len(prompts) - 1, (
         "the second prompt had already ended"

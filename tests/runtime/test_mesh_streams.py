@@ -1,5 +1,5 @@
-"""generate() of several prompts on a mesh: as many at a time as it has data rows, and each exactly
-as alone.
+"""generate() of several prompts on a mesh: each exactly as alone, whatever runs on its row of the
+data axis and on others.
 """
 
 import pytest
@@ -15,17 +15,39 @@ def test_prompts_at_a_time_are_as_alone():
 
 
 def test_seconds_of_prompts_that_run_together():
-    """The second of a pair ended first; the fifth had the mesh to itself."""
-    ran = (6, 3.0), (2, 1.0), (2, 1.0), (4, 2.0), (9, 0.5)
-    runs = [PromptRun(3, tokens=[7] * count, seconds=seconds) for count, seconds in ran]
-    stats = collect(runs, 5, 0.0, together=2)
-    assert (stats["tokens"], stats["seconds"], stats["tokens_per_second"]) == (23, 5.5, 23 / 5.5)
-    assert [prompt["seconds"] for prompt in stats["per_prompt"]] == [3.0, 1.0, 1.0, 2.0, 0.5]
+    """Each has its own; all together take less than their sum."""
+    ran = (
+        (6, 3.0, 0.5),
+        (2, 1.0, 0.5),
+        (2, 1.0, 0.25),
+        (4, 2.0, 0.5),
+        (9, 0.5, 0.25),
+        (1, 0.25, 0.25),
+    )
+    runs = [
+        PromptRun(3, tokens=[7] * count, seconds=seconds, first_seconds=first)
+        for count, seconds, first in ran
+    ]
+    stats = collect(runs, 5, 0.0, 5.5, streams=2, slot_rounds=40, worked=30)
+    assert (stats["tokens"], stats["seconds"], stats["tokens_per_second"]) == (24, 5.5, 24 / 5.5)
+    assert (stats["streams"], stats["busy_share"]) == (2, 0.75)
+    assert [prompt["seconds"] for prompt in stats["per_prompt"]] == [3.0, 1.0, 1.0, 2.0, 0.5, 0.25]
     assert [prompt["tokens_per_second"] for prompt in stats["per_prompt"]] == [
         2.0,
         2.0,
         2.0,
         2.0,
         18.0,
+        4.0,
     ]
-    assert collect(runs, 5, 0.0)["seconds"] == 7.5
+    per_token = [0.5, 0.5, 0.75, 0.5, 0.03125, None]
+    assert [prompt["time_per_token"] for prompt in stats["per_prompt"]] == per_token
+    assert stats["time_per_token"] == sum(per_token[:5]) / 5, "of those with more than one token"
+    assert [prompt["time_to_first_token"] for prompt in stats["per_prompt"]] == [
+        first for _, _, first in ran
+    ]
+    assert stats["time_to_first_token"] == 0.375
+    nothing = collect([PromptRun(3)], 5, 0.0, 0.0)
+    assert [nothing[key] for key in ("busy_share", "time_per_token", "time_to_first_token")] == [
+        None
+    ] * 3
