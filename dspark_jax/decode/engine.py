@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -36,9 +35,11 @@ from dspark_jax.decode.emission import (
 )
 from dspark_jax.decode.prefill import Prefill, of_row
 from dspark_jax.decode.programs import Programs, one_stream, programs
+from dspark_jax.decode.report import unpacked
 from dspark_jax.decode.request import Request
+from dspark_jax.decode.round import no_outputs
 from dspark_jax.decode.slots import Slots
-from dspark_jax.decode.state import Begun, RoundOutput, RoundState, Variant
+from dspark_jax.decode.state import Begun, Variant
 from dspark_jax.decode.steps import new_cache
 from dspark_jax.loading.load import Model
 from dspark_jax.model.cache import Cache
@@ -47,14 +48,6 @@ from dspark_jax.runtime.processes import losses_explained
 from dspark_jax.runtime.sharding import DATA, fetch
 
 LIKELY_AT_LEAST = 8  # most likely tokens that a program tells; fewer are cut from these
-
-
-class _Call(NamedTuple):
-    """A call of rounds that the device is at, or has done."""
-
-    state: RoundState
-    outputs: RoundOutput
-    count: jax.Array
 
 
 class Engine:
@@ -74,6 +67,9 @@ class Engine:
         self._programs = _programs(model, request)
         self._config = jax.tree.map(as_data, request.gate)
         self._slots = Slots(model, request, self._config, self.width)
+        self._outputs = jax.eval_shape(
+            lambda: no_outputs(self.width, model.config.dspark_block_size, _variant(model, request))
+        )
         self._prefill = Prefill(model, request, self._programs, self._slots)
         self._cache: Cache | None = None
         self._stage: Cache | None = None
@@ -131,9 +127,8 @@ class Engine:
             if len(self._slots.empty()) == self.width:
                 return
             arguments = self._run_arguments(small, settings, rounds_per_call, bool(waiting))
-            self._cache, *call = self._programs.run(*arguments)
-            calls.append(_Call(*call))
-            small = calls[-1].state
+            self._cache, small, report = self._programs.run(*arguments)
+            calls.append(report)
             if len(calls) > 1:
                 yield from self._heard(calls.popleft())
 
@@ -191,13 +186,15 @@ class Engine:
             self._slots.seat(place, number, begun, position)
         yield first_emission(number, begun, self.request.logprobs)
 
-    def _heard(self, call: _Call) -> Iterator[Emission]:
+    def _heard(self, report: jax.Array) -> Iterator[Emission]:
         """What a call of rounds did. Streams that it ended leave their places."""
-        state, outputs, count = fetch(self.model.mesh, call)
+        outputs, state, count = unpacked(
+            fetch(self.model.mesh, report), self._outputs, self._slots.state
+        )
         self._slots.state = state
-        self.slot_rounds += int(count) * self.width
-        self.worked += int((outputs.emitted[: int(count)] > 0).sum())
-        for i in range(int(count)):
+        self.slot_rounds += count * self.width
+        self.worked += int((outputs.emitted[:count] > 0).sum())
+        for i in range(count):
             for place, number in enumerate(self._slots.owners):
                 if number is not None and number not in self._ended:
                     yield from self._of_round(place, number, outputs, i)
@@ -233,7 +230,7 @@ class Engine:
 
     def _run_arguments(self, small, settings, most: int, waiting: bool) -> tuple:
         limits = np.int32(most), np.bool_(waiting)
-        return self.model.split[1], self._config, settings, self._cache, small, *limits
+        return self.model.arrays, self._config, settings, self._cache, small, *limits
 
     def _warm_up(self) -> float:
         """Runs the programs for zero rows and zero rounds, so that later seconds hold no
@@ -259,8 +256,9 @@ class Engine:
             if self._stage is not None:
                 nowhere = np.full(self.rows, self.request.streams, np.int32)
                 self._cache = self._programs.seat(self._cache, stage, nowhere)
-            self._cache, *call = self._programs.run(*self._run_arguments(small, settings, 0, False))
-            fetch(self.model.mesh, (begun, call))
+            arguments = self._run_arguments(small, settings, 0, False)
+            self._cache, _, report = self._programs.run(*arguments)
+            fetch(self.model.mesh, (begun, report))
             self._cache = self._stage = None
         self._programs.warm.add(key)
         return time.perf_counter() - started
@@ -269,13 +267,17 @@ class Engine:
 def _programs(model: Model, request: Request) -> Programs:
     asked = request.logprobs is not None or request.prompt_logprobs
     return programs(
-        model.split[0],
+        model.structure,
         model.mesh,
         model.limits,
-        Variant(request.mode, None if request.logprobs is None else _likely(model, request)),
+        _variant(model, request),
         _likely(model, request) if asked else None,
         request.prompt_logprobs,
     )
+
+
+def _variant(model: Model, request: Request) -> Variant:
+    return Variant(request.mode, None if request.logprobs is None else _likely(model, request))
 
 
 def _likely(model: Model, request: Request) -> int:

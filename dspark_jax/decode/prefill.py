@@ -39,7 +39,7 @@ class Prefill:
             prompts = self._request.prompts
             rows = [prompts[numbers[r]] if r in numbers else None for r in range(self._rows)]
             settings = self._slots.settings(rows)
-        return self._model.split[1], cache, settings, self._chunk(numbers, at)
+        return self._model.arrays, cache, settings, self._chunk(numbers, at)
 
     def run(self, cache: Cache, numbers: dict[int, int]) -> tuple[Cache, dict[int, Begun]]:
         """The prompts of these numbers, row -> number, into a cache of one stream a row, which is

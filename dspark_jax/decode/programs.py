@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from dspark_jax.decode import round as rounds
+from dspark_jax.decode.report import packed
 from dspark_jax.decode.state import Variant
 from dspark_jax.model.cache import Cache
 from dspark_jax.model.dspark import Limits
@@ -29,6 +30,9 @@ from dspark_jax.runtime.sharding import (
     stream_spec,
 )
 
+# A model's structure, see `Model.structure`.
+Structure = tuple[nnx.GraphDef, jax.tree_util.PyTreeDef]
+
 
 class Programs:
     """begin: a chunk of prompts. run: a call of rounds. seat: a cache of one stream into one of
@@ -39,22 +43,22 @@ class Programs:
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef,
+        structure: Structure,
         mesh: Mesh,
         limits: Limits,
         variant: Variant,
         likely: int | None,
         scored: bool,
     ):
-        self.begin = _jitted_prefill(graphdef, mesh, likely, scored)
-        self.run = _jitted_rounds(graphdef, mesh, limits, variant)
+        self.begin = _jitted_prefill(structure, mesh, likely, scored)
+        self.run = _jitted_rounds(structure, mesh, limits, variant)
         self.seat = _jitted_seat(mesh)
         self.warm: set = set()
 
 
 @functools.cache
 def programs(
-    graphdef: nnx.GraphDef,
+    structure: Structure,
     mesh: Mesh,
     limits: Limits,
     variant: Variant,
@@ -64,7 +68,7 @@ def programs(
     """Those of a model, shared by all that have its structure. likely, scored: of the prefill, see
     `rounds.begin`.
     """
-    return Programs(graphdef, mesh, limits, variant, likely, scored)
+    return Programs(structure, mesh, limits, variant, likely, scored)
 
 
 def prefill_program(graphdef: nnx.GraphDef, mesh: Mesh, likely: int | None, scored: bool):
@@ -86,7 +90,7 @@ def prefill_program(graphdef: nnx.GraphDef, mesh: Mesh, likely: int | None, scor
 
 def rounds_program(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, variant: Variant):
     """`rounds.run` over the mesh: (state, gate config, settings, cache, round state without it,
-    most, waiting) -> cache, round state without it, outputs, how many were filled.
+    most, waiting) -> cache, round state without it, what they say (`report.packed`).
 
     What comes back is cut as what came in, else the next call would compile once more.
     """
@@ -96,7 +100,8 @@ def rounds_program(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, variant: 
         after, outputs, count = rounds.run(
             nnx.merge(graphdef, state), limits, variant, config, settings, before, *limit
         )
-        return after.cache, after.replace(cache=None), outputs, max_over_data(count)
+        small = after.replace(cache=None)
+        return after.cache, small, packed(outputs, small, max_over_data(count))
 
     def program(state, config, settings, cache, small, most, waiting):
         streams, whole = small.anchor.shape[0], PartitionSpec()
@@ -105,7 +110,7 @@ def rounds_program(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, variant: 
             mesh,
             device,
             (parameter_specs(state), whole, rows, cached, rows, whole, whole),
-            (cached, rows, stream_spec(mesh, streams, axis=1), whole),
+            (cached, rows, rows),
         )(state, config, settings, cache, small, most, waiting)
 
     return program
@@ -161,14 +166,26 @@ def _jitted_take(where: tuple, structure):
     return jax.jit(_take, out_shardings=structure.unflatten(where))
 
 
-@functools.cache
-def _jitted_prefill(graphdef: nnx.GraphDef, mesh: Mesh, likely: int | None, scored: bool):
-    return jit(prefill_program(graphdef, mesh, likely, scored), donate_argnums=1)
+def _of_arrays(structure: Structure, program):
+    """A program of a state as one of the state's arrays."""
+
+    @functools.wraps(program)
+    def of_arrays(arrays, *arguments):
+        return program(structure[1].unflatten(arrays), *arguments)
+
+    return of_arrays
 
 
 @functools.cache
-def _jitted_rounds(graphdef: nnx.GraphDef, mesh: Mesh, limits: Limits, variant: Variant):
-    return jit(rounds_program(graphdef, mesh, limits, variant), donate_argnums=3)
+def _jitted_prefill(structure: Structure, mesh: Mesh, likely: int | None, scored: bool):
+    program = prefill_program(structure[0], mesh, likely, scored)
+    return jit(_of_arrays(structure, program), donate_argnums=1)
+
+
+@functools.cache
+def _jitted_rounds(structure: Structure, mesh: Mesh, limits: Limits, variant: Variant):
+    program = rounds_program(structure[0], mesh, limits, variant)
+    return jit(_of_arrays(structure, program), donate_argnums=3)
 
 
 @functools.cache

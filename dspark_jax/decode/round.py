@@ -299,7 +299,7 @@ def run(
         return step(module, limits, variant, config, settings, state)[:2]
 
     block = module.main.config.dspark_block_size
-    outputs = _no_outputs(state.anchor.shape[0], block, variant)
+    outputs = no_outputs(state.anchor.shape[0], block, variant)
 
     def body(carry):
         i, state, outputs = carry
@@ -315,7 +315,7 @@ def run(
     return state, outputs, count
 
 
-def _no_outputs(streams: int, block: int, variant: Variant) -> RoundOutput:
+def no_outputs(streams: int, block: int, variant: Variant) -> RoundOutput:
     """Room for the RoundOutputs of a call. Written out, because asking jax for their shapes would
     trace a whole round once more.
     """

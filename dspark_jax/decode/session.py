@@ -185,11 +185,11 @@ class Session:
             return
         with own_settings(model.mesh):
             cache = self._own_cache()
-            begin = programs(model.split[0], model.mesh, model.limits, Variant("plain")).begin
+            begin = programs(model.structure, model.mesh, model.limits, Variant("plain")).begin
             settings = greedy_settings(model)
             for at in range(self._computed, end, size):
                 part = self.tokens[at : min(at + size, end)]
-                cache, _ = begin(model.split[1], cache, settings, _chunk(part, size))
+                cache, _ = begin(model.arrays, cache, settings, _chunk(part, size))
         self.cache, self._shared, self._computed = cache, False, end
 
     def _own_cache(self) -> Cache:

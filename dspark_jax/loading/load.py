@@ -75,6 +75,18 @@ class Model:
         """The module's structure (static, hashable) and its arrays, for `jax.jit`."""
         return nnx.split(self.module)
 
+    @functools.cached_property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Those of `split` by themselves, which a program takes much sooner: it is asked for
+        nothing about each.
+        """
+        return tuple(jax.tree.leaves(self.split[1]))
+
+    @functools.cached_property
+    def structure(self) -> tuple[nnx.GraphDef, jax.tree_util.PyTreeDef]:
+        """How `arrays` make the module; static, hashable."""
+        return self.split[0], jax.tree.structure(self.split[1])
+
 
 def require_model(model, what: str) -> None:
     """Raises ConfigError, beginning with `what`, for anything but a Model."""
