@@ -35,7 +35,7 @@ from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.parameters import ShapeSource, Source
 from dspark_jax.runtime import compilation_cache
 from dspark_jax.runtime.backend import on_cpu, require_device
-from dspark_jax.runtime.scalars import truth
+from dspark_jax.runtime.scalars import plain, truth
 from dspark_jax.runtime.settings import own_settings
 from dspark_jax.runtime.sharding import check_mesh
 
@@ -145,7 +145,7 @@ def load(
     config = ModelConfig.from_dict(checkpoint.config_dict, f"{path}/config.json")
     numerics = Numerics(dtype_name(dtype), truth("activation_quant", activation_quant), mesh)
     check_mesh(numerics.mesh if mesh is None else mesh, config)
-    limits = make_limits(config, max_seq_len, prefill_chunk)
+    limits = make_limits(config, plain(max_seq_len), plain(prefill_chunk))
     experts = choose_expert_storage(config, numerics, limits.max_seq_len, limits.rows)
     tokenizer = read_tokenizer(path, config)  # before the weights, which take minutes
     module = DSpark(config, numerics, _source(checkpoint, config, numerics, experts.packed))

@@ -2,6 +2,8 @@
 arrays of the device, traced ones.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,3 +179,86 @@ def test_small_numpy_integers_do_not_wrap(golden_float):
 def test_commit_refuses_what_no_cache_holds(golden_float, n):
     with pytest.raises(dspark.PromptError, match="more than any cache holds"):
         dspark.commit(dspark.new_cache(golden_float), [n])
+
+
+# What stands in place of a model, a cache, a number of streams
+
+NOT_A_MODEL = [None, 5, "model", [], object()]
+
+
+@pytest.mark.parametrize("wrong", NOT_A_MODEL)
+def test_what_is_no_model(caches, wrong):
+    calls = {
+        "new_cache": (),
+        "prefill": ([1],),
+        "extend": (caches[1], [[1]], [1]),
+        "draft": (caches[1], [1]),
+    }
+    for name, rest in calls.items():
+        said = f"{name}: expected a model that dspark.load returned, got a {type(wrong).__name__}"
+        with pytest.raises(dspark.ConfigError, match=said):
+            getattr(dspark, name)(wrong, *rest)
+
+
+def test_what_is_no_cache(golden_float, caches):
+    for wrong in (None, golden_float, caches[1].position, caches[1].layers, 5):
+        said = f"expected a cache that .* returned, got a {type(wrong).__name__}"
+        with pytest.raises(dspark.PromptError, match="extend: " + said):
+            dspark.extend(golden_float, wrong, [[1]], [1])
+        with pytest.raises(dspark.PromptError, match="draft: " + said):
+            dspark.draft(golden_float, wrong, [1])
+        with pytest.raises(dspark.PromptError, match="commit: " + said):
+            dspark.commit(wrong, [1])
+
+
+@pytest.mark.parametrize("limits", [{"max_seq_len": 1024}, {"rows": 200}])
+def test_a_cache_of_another_model(golden_float, caches, limits):
+    """It would be written to at other places, or past its end."""
+    limits = dataclasses.replace(golden_float.limits, **limits)
+    other = dataclasses.replace(golden_float, limits=limits)
+    for model, cache in ((golden_float, dspark.new_cache(other)), (other, caches[1])):
+        with compilations() as compiled:
+            with pytest.raises(dspark.PromptError, match="extend: this cache was made for another"):
+                dspark.extend(model, cache, [[1]], [1])
+            with pytest.raises(dspark.PromptError, match="draft: this cache was made for another"):
+                dspark.draft(model, cache, [1])
+        assert not compiled
+
+
+def test_a_cache_of_other_precision_or_with_another_position(golden_float, caches):
+    for wrong in (
+        caches[1].replace(position=jnp.zeros(1, jnp.float32)),
+        caches[1].replace(position=jnp.zeros(2, jnp.int32)),
+        caches[1].replace(drafter=None),
+        jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), caches[1]),
+    ):
+        with pytest.raises(dspark.PromptError, match="extend: this cache was made for another"):
+            dspark.extend(golden_float, wrong, [[1]], [1])
+
+
+@pytest.mark.parametrize(
+    "batch", [0, -1, True, "a", 1.0, None, [1], np.array([1]), jnp.array([1]), 2**31, 10**30]
+)
+def test_numbers_of_streams_that_are_none(golden_float, batch):
+    with pytest.raises(
+        dspark.ConfigError, match="new_cache: batch: .* is not an integer from 1 to"
+    ):
+        dspark.new_cache(golden_float, batch)
+
+
+def test_numbers_of_streams(golden_float):
+    for two in (2, np.int64(2), np.array(2), jnp.int32(2)):
+        assert dspark.new_cache(golden_float, two).position.shape == (2,)
+
+
+def test_streams_that_no_memory_holds(golden_float):
+    with pytest.raises(
+        dspark.ConfigError, match="new_cache: 2000000000 streams of max_seq_len 128"
+    ):
+        dspark.new_cache(golden_float, 2_000_000_000)
+
+
+@pytest.mark.parametrize("count", [True, False, "1", 1.0, [1]])
+def test_a_count_of_drafts_that_is_none(golden_float, caches, count):
+    with pytest.raises(dspark.ConfigError, match="count: .* is not an integer; use 1 to 5"):
+        dspark.draft(golden_float, caches[1], [8], count=count)
