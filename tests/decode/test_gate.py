@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.decode import gate
+from dspark_jax.decode import gate, gate_config
 from dspark_jax.errors import ConfigError
 
 ON = gate.GateConfig(enabled=True)
@@ -510,6 +510,38 @@ def test_validate_accepts_what_fits():
     )
 
 
-def test_choose_refuses_a_min_draft_longer_than_the_block():
-    with pytest.raises(ConfigError, match="min_draft: 6 exceeds"):
-        gate.choose(dataclasses.replace(ON, min_draft=6), gate.init(ON, 1), jnp.zeros((1, 5)))
+@pytest.mark.parametrize("six", [6, np.int64(6), np.array(6), jnp.int32(6)])
+def test_a_min_draft_longer_than_the_block_is_refused_however_it_is_given(six):
+    config = dataclasses.replace(ON, min_draft=six)
+    with pytest.raises(ConfigError, match="min_draft: 6 exceeds the draft block of 5"):
+        gate.validate(config, block_size=5)
+    with pytest.raises(ConfigError, match="min_draft: 6 exceeds the draft block of 5"):
+        gate.choose(config, gate.init(ON, 1), jnp.zeros((1, 5)))
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array], ids=["numpy", "jax"])
+def test_numbers_in_arrays_are_checked_as_numbers_are(array):
+    for field, wrong, message in (
+        ("min_draft", 1.5, "min_draft: 1.5 must be a whole number"),
+        ("decay", 1.5, "decay: 1.5 must lie in 0..1"),
+        ("margin", np.nan, "margin: nan is not a finite number"),
+        ("enabled", 2, "enabled: 2 is neither on nor off"),
+        ("draft_ms", [196.0], "draft_ms: .* is not a number"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            gate.validate(dataclasses.replace(ON, **{field: array(wrong)}), block_size=5)
+
+
+def test_numbers_in_arrays_become_pythons():
+    given = dataclasses.replace(
+        ON,
+        min_draft=jnp.int32(3),
+        margin=np.array(1.5),
+        decay=jnp.bfloat16(0.5),
+        enabled=jnp.int8(1),
+    )
+    plain = gate_config.with_plain_numbers(given)
+    assert plain == dataclasses.replace(ON, min_draft=3, margin=1.5, decay=0.5)
+    types = {f.name: type(getattr(plain, f.name)) for f in dataclasses.fields(plain)}
+    assert types == {f.name: type(getattr(ON, f.name)) for f in dataclasses.fields(ON)}
+    assert type(given.margin) is float, "what needs no device's answer is so at once"
