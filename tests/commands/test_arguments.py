@@ -45,9 +45,26 @@ GENERATE = {
     "nothing wanted": (["--max-new-tokens", "0"], "max_new_tokens: 0 is not a positive integer"),
     "too long": (["--max-new-tokens", "4096"], "1 token and --max-new-tokens 4096 together exceed"),
     "cache": (["--max-seq-len", "0"], "--max-seq-len: 0 is not a positive integer"),
-    "temperature": (["--temperature", "0.7"], "temperature 0.7"),
-    "no temperature": (["--temperature", "nan"], "temperature nan"),
-    "top-p": (["--top-p", "0.5"], "top_p 0.5"),
+    "temperature": (["--temperature", "-1"], "temperature: -1.0 is not a finite number"),
+    "no temperature": (["--temperature", "nan"], "temperature: nan is not a finite number"),
+    "top-k": (["--top-k", "-1"], "top_k: -1 is not an integer of 0 or more"),
+    "top-p": (["--top-p", "0"], "top_p: 0.0 is not a number above 0 and at most 1"),
+    "min-p": (["--min-p", "1"], "min_p: 1.0 is not a number of at least 0 and below 1"),
+    "seed": (["--seed", "-1"], "seed: -1 is not an integer from 0 to 4294967295"),
+    "streams": (["--streams", "0"], "streams: 0 is not a positive integer"),
+    "logprobs": (["--json", "--logprobs", "-1"], "logprobs: -1 is not an integer from 0 to 128"),
+    "logprobs in text": (["--logprobs", "1"], "--logprobs: numbers have no place in text; ask for"),
+    "scores in text": (["--prompt-logprobs"], "--prompt-logprobs: numbers have no place in text"),
+    "stop text": (["--stop-text", ""], "stop: an empty string stands everywhere"),
+    "bias": (["--logit-bias", "5"], "--logit-bias '5': expected a token id and what is added"),
+    "bias of text": (["--logit-bias", "x=1"], "--logit-bias 'x=1': expected a token id and"),
+    "bias of words": (["--logit-bias", "5=x"], "--logit-bias '5=x': expected a token id and"),
+    "bias twice": (
+        ["--logit-bias", "5=1", "--logit-bias", "5=2"],
+        "--logit-bias 5=2: token 5 was given one before",
+    ),
+    "endless bias": (["--logit-bias", "5=-inf"], "logit_bias: token 5: -inf is not a finite"),
+    "forbid negative": (["--forbid", "-1"], "--forbid -1: token ids are 0 or more"),
     "stop negative": (["--stop", "-1"], "--stop -1: token ids are 0 or more"),
     "stop surrogate": (
         ["--stop", "\udcff"],
@@ -126,13 +143,17 @@ def test_ids_that_are_none(refused, ids, message):
 def test_ids_and_text_exclude_each_other(misused):
     assert "not allowed with" in misused("generate", "hi", "--prompt-ids", "5")
     assert "not allowed with" in misused("generate", "--prompt-ids", "5", "hi")
+    assert "not allowed with" in misused("generate", "--prompts", "file", "hi")
+    assert "not allowed with" in misused("generate", "--prompts", "file", "--prompt-ids", "5")
 
 
 def test_text_needs_a_tokenizer(refused, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert f"{tmp_path} has no tokenizer.json; give token ids with --prompt-ids" in refused(
-        "generate", "hi", "--checkpoint", str(tmp_path)
-    )
+    here = ["--checkpoint", str(tmp_path)]
+    missing = f"{tmp_path} has no tokenizer.json; "
+    assert missing + "give token ids with --prompt-ids" in refused("generate", "hi", *here)
+    ids = ["--prompt-ids", "5", "--stop-text", "x"]
+    assert missing + "use --stop with token ids" in refused("generate", *ids, *here)
 
 
 def test_an_option_is_refused_before_standard_input_is_waited_for(refused, monkeypatch):
@@ -141,7 +162,7 @@ def test_an_option_is_refused_before_standard_input_is_waited_for(refused, monke
             raise AssertionError("read")
 
     monkeypatch.setattr(sys, "stdin", Endless())
-    assert "temperature 1.0" in refused("generate", "--temperature", "1")
+    assert "temperature: -1.0 is" in refused("generate", "--temperature", "-1")
 
 
 @pytest.mark.parametrize(
@@ -173,4 +194,4 @@ def test_a_flag_like_no_other_has_no_hint(misused):
 def test_what_is_no_flag_is_not_taken_for_one(refused):
     """After --, within a text, and the beginning of a flag, which stands for it."""
     for arguments in (["--", "--hi"], ["--hi there"], ["hi", "--max-n", "3"]):
-        assert "temperature 1.0" in refused("generate", "--temp", "1", *arguments)
+        assert "temperature: -1.0 is" in refused("generate", "--temp", "-1", *arguments)

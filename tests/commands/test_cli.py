@@ -37,9 +37,22 @@ STATS = {
     "tokens_per_second",
     "accepted_by_position",
     "compile_seconds",
+    "time_to_first_token",
+    "time_per_token",
+    "streams",
+    "busy_share",
     "gate",
     "per_prompt",
 }
+TIMES = {
+    "seconds",
+    "tokens_per_second",
+    "compile_seconds",
+    "time_to_first_token",
+    "time_per_token",
+    "per_prompt",
+}
+KEYS = {"mode", "text", "tokens", "finish_reason", "stop_reason", "rounds", "stats"}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +132,7 @@ def test_json(command, expected):
     status, out, err = command("--json")
     result = json.loads(out)
     assert status == 0 and err == "" and out.count("\n") == 1
-    assert result.keys() == {"mode", "text", "tokens", "finish_reason", "rounds", "stats"}
+    assert result.keys() == KEYS and result["stop_reason"] is None
     assert (result["mode"], result["text"], result["tokens"]) == (
         "block",
         expected.texts[0],
@@ -129,7 +142,7 @@ def test_json(command, expected):
     assert [
         dspark.RoundRecord(**r | {"confidence": tuple(r["confidence"])}) for r in result["rounds"]
     ] == expected.rounds[0]
-    for key in STATS - {"seconds", "tokens_per_second", "compile_seconds", "per_prompt"}:
+    for key in STATS - TIMES:
         assert result["stats"][key] == expected.stats[key], key
 
 
@@ -187,6 +200,59 @@ def test_stop_as_id_and_as_text(command, expected, directory):
         assert seen == tokens[: end + 1]
 
 
+def test_stop_text(command, expected):
+    """The text ends before the first of them, and is shown up to there."""
+    text, tokens = expected.texts[0], expected.tokens[0]
+    stops = ["\x00 nowhere", text[9:11], text[5:7]]
+    ends = {stop: text.find(stop) + len(stop) for stop in stops[1:]}
+    stop = min(ends, key=ends.get)
+    given = [part for each in stops for part in ("--stop-text", each)]
+    status, out, err = command(*given)
+    assert (status, out) == (0, text[: text.index(stop)]) and "ended by stop" in err
+    result = json.loads(command(*given, "--json")[1])
+    assert (result["finish_reason"], result["stop_reason"]) == ("stop", stop)
+    assert result["text"] == out and tokens[: len(result["tokens"])] == result["tokens"]
+
+
+def test_logprobs(command, model, expected):
+    status, out, _ = command("--json", "--logprobs", "2", "--prompt-logprobs")
+    result = json.loads(out)
+    options = {"logprobs": 2, "prompt_logprobs": True}
+    want = dspark.generate(model, PROMPT, 20, **options)
+    assert status == 0 and result.keys() == KEYS | options.keys()
+    assert result["tokens"] == [each["token"] for each in result["logprobs"]] == expected.tokens[0]
+    for name in options:
+        told = [
+            {"token": token, "logprob": value, "best": [list(pair) for pair in best]}
+            for token, value, best in getattr(want, name)[0]
+        ]
+        assert result[name] == told and len(told[1]["best"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, options",
+    [
+        ("", {}),
+        ("--seed 5", {"seed": 5}),
+        ("--top-k 3", {"top_k": 3}),
+        ("--top-p 0.5", {"top_p": 0.5}),
+        ("--min-p 0.4", {"min_p": 0.4}),
+        ("--logit-bias 104=9 --logit-bias 11=-2.5", {"logit_bias": {104: 9.0, 11: -2.5}}),
+        ("--forbid z --forbid 5", {"forbidden_tokens": [5, ord("z")]}),
+    ],
+)
+def test_sampling(command, model, expected, arguments, options):
+    """Each option reaches `generate`, and changes something there."""
+    drawn = dspark.generate(model, PROMPT, 20, temperature=1.5)
+    if "--forbid" in arguments:  # what would have come
+        arguments += f" --forbid {drawn.tokens[0][3]}"
+        options = {"forbidden_tokens": [*options["forbidden_tokens"], drawn.tokens[0][3]]}
+    want = dspark.generate(model, PROMPT, 20, temperature=1.5, **options)
+    status, out, _ = command("--temperature", "1.5", *arguments.split())
+    assert (status, out) == (0, want.texts[0])
+    assert out != (drawn if options else expected).texts[0]
+
+
 WRONG_USE = {
     "too long": (
         ["--max-new-tokens", "124"],
@@ -198,6 +264,9 @@ WRONG_USE = {
         ["--record", "x.json", "--max-seq-len", "13", "--max-new-tokens", "4"],
         "no room to measure two rounds",
     ),
+    "forbid text": (["--forbid", "ab"], "--forbid 'ab': neither a token id nor a single token"),
+    "forbid id": (["--forbid", "256"], "forbidden_tokens: 256 is not a token id (0 to 255)"),
+    "bias id": (["--logit-bias", "256=1"], "logit_bias: 256 is not a token id (0 to 255)"),
     "stop dashes": (["--stop=--5"], "--stop '--5': neither a token id nor a single token"),
     "stop digits": (["--stop", "9" * 5000], "neither a token id nor a single token"),
 }
@@ -508,6 +577,12 @@ UNITS = {
         "tokens of prompt and output",
         "default block",
         "DEEPSEEK_DSPARK_GATE_*",
+        "(default 0.0)",
+        "0: from all (default 0)",
+        "at most 8)",
+        "natural logarithms",
+        "times in seconds",
+        "ends in .jsonl",
     ],
     "bench": ["tokens to emit per run (default 128)", "default 5"],
     "inspect": ["bytes"],
