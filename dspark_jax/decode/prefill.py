@@ -26,8 +26,9 @@ class Prefill:
     def __init__(self, model: Model, request: Request, programs: Programs, slots: Slots):
         self._model, self._request, self._programs, self._slots = model, request, programs, slots
         self._rows, self._size = model.mesh.shape[DATA], model.limits.prefill_chunk
-        # What is computed already and stands before every prompt; a session's cache, or None.
-        self._computed = request.prefix and request.prefix.cache
+        # What stands before every prompt, as it is now: the session may go on meanwhile.
+        self._prefix = request.prefix and request.prefix.fork(seed=0)
+        self._computed = self._prefix and self._prefix.cache  # a cache, or None
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         self.spoiled: set[int] = set()
 
@@ -68,13 +69,13 @@ class Prefill:
 
     def length(self, number: int) -> int:
         """Tokens before the first one that this prompt emits."""
-        prefix = self._request.prefix
-        return (prefix.position if prefix else 0) + len(self._request.prompts[number].ids)
+        before = self._prefix.position if self._prefix else 0
+        return before + len(self._request.prompts[number].ids)
 
     def _ids(self, number: int) -> tuple[int, ...]:
         """What is to be computed: of the prefix, what its cache does not hold."""
-        prefix = self._request.prefix
-        return (*(prefix.pending if prefix else ()), *self._request.prompts[number].ids)
+        pending = self._prefix.pending if self._prefix else ()
+        return (*pending, *self._request.prompts[number].ids)
 
     def _with(self, one: Cache, cache: Cache, rows: Container[int]) -> Cache:
         """The cache with the stream of `one` on these rows."""

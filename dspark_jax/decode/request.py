@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -186,8 +187,7 @@ def _check_prompt(model: Model, i: int, prompt: Prompt, before: int) -> None:
     ids, vocabulary = prompt.ids, model.config.vocab_size
     if not ids and not before:
         raise PromptError(f"prompt {i}: the prompt is empty: at least one token is needed")
-    if not all_ids(ids, vocabulary):
-        raise PromptError(f"prompt {i}: {_what_is_wrong(ids, vocabulary)}")
+    require_ids(f"prompt {i}", ids, vocabulary)
     most = model.limits.max_seq_len
     if before + len(ids) + prompt.max_new_tokens > most:
         prefix = f"a prefix of {before} tokens, " if before else ""
@@ -198,7 +198,13 @@ def _check_prompt(model: Model, i: int, prompt: Prompt, before: int) -> None:
         )
 
 
-def _what_is_wrong(ids: tuple, vocabulary: int) -> str:
+def require_ids(what: str, ids: Sequence, vocabulary: int) -> None:
+    """Raises PromptError, beginning with `what`, for what is no token id of this vocabulary."""
+    if not all_ids(ids, vocabulary):
+        raise PromptError(f"{what}: {_what_is_wrong(ids, vocabulary)}")
+
+
+def _what_is_wrong(ids: Sequence, vocabulary: int) -> str:
     """With ids that are not all of the vocabulary: the first that has no integer, else the first
     that is outside.
     """

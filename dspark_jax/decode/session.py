@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Iterator
 
 import jax
@@ -21,7 +22,7 @@ from dspark_jax.decode import session_file
 from dspark_jax.decode.generate import GenerateOutput, StreamEvent, completed, events
 from dspark_jax.decode.options import SEEDS
 from dspark_jax.decode.programs import programs
-from dspark_jax.decode.request import encode, make_request
+from dspark_jax.decode.request import encode, make_request, require_ids
 from dspark_jax.decode.run import Run
 from dspark_jax.decode.slots import greedy_settings
 from dspark_jax.decode.state import Chunk, Variant
@@ -29,6 +30,7 @@ from dspark_jax.decode.steps import new_cache
 from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.loading.load import Model
 from dspark_jax.model.cache import Cache
+from dspark_jax.runtime.interrupts import deferred_interrupts
 from dspark_jax.runtime.settings import own_settings
 
 
@@ -54,8 +56,10 @@ class Session:
         self.model, self.seed, self.tokens = model, int(seed), []
         self.cache: Cache | None = None
         self._computed = 0  # tokens that the cache holds
-        self._shared = False  # whether a fork has the same cache, so that it must not be reused
-        self._next_seed = itertools.count(self.seed + 1)  # of the whole family of forks
+        # Of the whole family of forks: those that are alive, and the seeds that none of them has.
+        self._family = weakref.WeakSet([self])
+        self._next_seed = itertools.count(self.seed + 1)
+        self._events_of: weakref.ref | None = None  # the iterator that `stream` gave last
 
     @property
     def position(self) -> int:
@@ -75,8 +79,9 @@ class Session:
         join over the border.
 
         Raises PromptError for ids outside the vocabulary, for no tokens, and for more than
-        max_seq_len holds; then nothing is added.
+        max_seq_len holds, and ConfigError amid a stream; then nothing is added.
         """
+        self._require_no_stream("feed")
         ids = self._encoded(prompt)
         most = self.model.limits.max_seq_len
         if self.position + len(ids) > most:
@@ -94,8 +99,8 @@ class Session:
         """Continues the session; its tokens grow by those of the output. seed: None: the session's
         own. options: those of `dspark.generate`.
 
-        Returns a GenerateOutput with one entry. Raises as `dspark.generate` does; what was emitted
-        before stays in the session.
+        Returns a GenerateOutput with one entry. Raises as `dspark.generate` does, and ConfigError
+        amid a stream; what was emitted before stays in the session.
         """
         run = self._run(False, max_new_tokens=max_new_tokens, seed=seed, **options)
         before = self.position
@@ -108,11 +113,14 @@ class Session:
         self, max_new_tokens: int = 128, seed: int | None = None, **options
     ) -> Iterator[StreamEvent]:
         """Like `generate`, yielding a StreamEvent a round. The session's tokens grow with every
-        event; closing the iterator ends it there.
+        event; closing the iterator ends it there. Until it has ended the session may be forked and
+        saved as it is by then, but not continued otherwise.
         """
         run = self._run(True, max_new_tokens=max_new_tokens, seed=seed, **options)
         run.compile()
-        return self._events(run, self.position)
+        events = self._events(run, self.position)
+        self._events_of = weakref.ref(events)
+        return events
 
     def _events(self, run: Run, before: int) -> Iterator[StreamEvent]:
         with contextlib.closing(events(run)) as iterator:
@@ -129,8 +137,8 @@ class Session:
         """
         other = Session(self.model, next(self._next_seed) % SEEDS if seed is None else seed)
         other.tokens, other._computed = list(self.tokens), self._computed
-        other.cache, other._next_seed = self.cache, self._next_seed
-        self._shared = other._shared = True
+        other.cache, other._next_seed, other._family = self.cache, self._next_seed, self._family
+        self._family.add(other)
         return other
 
     def save(self, path) -> None:
@@ -155,9 +163,21 @@ class Session:
         encoded = encode(self.model, prompt, begins=self.position == 0)
         if len(encoded) != 1:
             raise PromptError(f"feed: one text or one list of token ids, got {len(encoded)}")
+        if not encoded[0]:
+            raise PromptError("feed: there is nothing in it; at least one token is needed")
+        require_ids("feed", encoded[0], self.model.config.vocab_size)
         return encoded[0]
 
+    def _require_no_stream(self, what: str) -> None:
+        events = self._events_of and self._events_of()
+        if events is not None and events.gi_frame is not None:
+            raise ConfigError(
+                f"{what}: a stream of this session has not ended; read its events to the end or "
+                "close() them, or go on with a fork()"
+            )
+
     def _run(self, by_round: bool, seed, **options) -> Run:
+        self._require_no_stream("stream" if by_round else "generate")
         if not self.tokens:
             raise PromptError("this session is empty: feed it at least one token first")
         seed = self.seed if seed is None else seed
@@ -175,28 +195,31 @@ class Session:
         self.tokens = self.tokens[:before] + said.tokens
         ended_on_device = said.finished and not isinstance(said.stop_reason, str)
         if ended_on_device and (run.request.mode != "plain" or len(said.tokens) == 1):
-            self.cache, self._shared = run.engine.last_cache(), False
-            self._computed = self.position - 1
+            self.cache, self._computed = run.engine.last_cache(), self.position - 1
 
     def _compute(self, end: int) -> None:
-        """Computes the tokens up to number `end`, so that the cache holds them."""
+        """Computes the tokens up to number `end`, so that the cache holds them. After Ctrl-C it
+        holds some of them.
+        """
         model, size = self.model, self.model.limits.prefill_chunk
         if end <= self._computed:
             return
         with own_settings(model.mesh):
-            cache = self._own_cache()
             begin = programs(model.structure, model.mesh, model.limits, Variant("plain")).begin
             settings = greedy_settings(model)
-            for at in range(self._computed, end, size):
-                part = self.tokens[at : min(at + size, end)]
-                cache, _ = begin(model.arrays, cache, settings, _chunk(part, size))
-        self.cache, self._shared, self._computed = cache, False, end
+            while self._computed < end:
+                part = self.tokens[self._computed : min(self._computed + size, end)]
+                with deferred_interrupts():  # the program takes the old cache away
+                    cache = self._own_cache()
+                    self.cache, _ = begin(model.arrays, cache, settings, _chunk(part, size))
+                    self._computed += len(part)
 
     def _own_cache(self) -> Cache:
         """One that may be written over."""
         if self.cache is None:
             return new_cache(self.model)
-        return _copy(self.cache) if self._shared else self.cache
+        shared = any(one is not self and one.cache is self.cache for one in self._family)
+        return _copy(self.cache) if shared else self.cache
 
 
 @functools.partial(jax.jit)
