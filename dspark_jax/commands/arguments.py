@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import sys
 
 from dspark_jax.errors import ConfigError
 
@@ -17,10 +18,26 @@ class Parser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args=None, namespace=None):
-        """As argparse does, which calls this for the arguments of a command too."""
+        """As argparse does, which calls this for the arguments of a command too. What a command
+        does not take is its own error, with its usage, and not that of the whole program.
+        """
         if args is not None:
             self._refuse_unknown_flags(args)
-        return super().parse_known_args(args, namespace)
+        known, spare = super().parse_known_args(args, namespace)
+        if spare and self._subparsers is None:
+            self.error(f"unrecognized arguments: {' '.join(spare)}{_quoting(known, spare)}")
+        return known, spare
+
+    def _print_message(self, message, file=None):
+        """As argparse does, but that a failure to write is not kept quiet."""
+        if message:
+            (file or sys.stderr).write(message)
+
+    def error(self, message: str):
+        """Ends the process with status 2, the usage and the message."""
+        if "prompt: not allowed with argument --prompt-ids" in message:
+            message += '; ids are one argument, such as "5 6 7" or 5,6,7'
+        super().error(message)
 
     def _refuse_unknown_flags(self, args: list[str]) -> None:
         own = itertools.takewhile(lambda argument: argument != "--", args)
@@ -38,6 +55,13 @@ class Parser(argparse.ArgumentParser):
             meant = ", ".join(dict.fromkeys(itertools.chain(*near)))
             hint = f"; did you mean {meant}?" if meant else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+
+def _quoting(known: argparse.Namespace, spare: list[str]) -> str:
+    """What to do where words were taken for arguments."""
+    if not isinstance(getattr(known, "prompt", None), str) or any(w[:1] == "-" for w in spare):
+        return ""
+    return f'; a prompt of several words must be quoted: "{" ".join([known.prompt, *spare])}"'
 
 
 def require_positive(flag: str, number: int) -> None:

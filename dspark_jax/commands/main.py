@@ -5,6 +5,7 @@ for wrong use; 1 for failure; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,27 +24,45 @@ def main(argv: list[str] | None = None, prepare: Callable[[], None] | None = Non
     argv: the arguments, None for the process's own. prepare: called when they are understood,
       before the command runs.
     """
-    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    name = "dspark"
     try:
+        args = _parsed(sys.argv[1:] if argv is None else argv)
+        name = f"dspark {args.command}"
         if prepare is not None:
             prepare()
         status = args.run(args)
         finish_output()
         return status
     except DsparkError as error:
-        print(f"dspark {args.command}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, PromptError)) else 1
     except BrokenPipeError:  # the reader of the output went away
         give_up_output()
         return 1
     except OSError as error:
         give_up_output()
-        where = error.filename or "standard output"
-        print(f"dspark {args.command}: {where}: {error.strerror or error}", file=sys.stderr)
+        print(f"{name}: {_where(error)}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"dspark {args.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    """Raises SystemExit where argparse has said all there is to say, OSError where it could not."""
+    try:
+        return _parser().parse_args(argv)
+    except SystemExit:
+        finish_output()  # help may have been asked for
+        raise
+
+
+def _where(error: OSError) -> str:
+    """What an error of the system is about. Those of the standard streams name no file, nor do
+    those of a working directory that was removed meanwhile.
+    """
+    nameless = "the working directory" if error.errno == errno.ENOENT else "standard output"
+    return error.filename or nameless
 
 
 def entry() -> int:

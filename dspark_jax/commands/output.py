@@ -5,6 +5,7 @@ goes on meanwhile is shown on a terminal only.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -16,7 +17,8 @@ def guard_streams() -> None:
 
     Characters that the terminal's encoding lacks are replaced. A closed descriptor (`2>&-`) becomes
     the null device, else the next file that is opened would take its number, and what is printed
-    would go there or to standard output.
+    would go there or to standard output. What cannot be written to standard error is lost, and
+    nothing else: a full disk there does not end a run.
     """
     for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
         try:
@@ -26,9 +28,31 @@ def guard_streams() -> None:
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    if hasattr(sys.stderr, "buffer"):
+        sys.stderr = _Lossy(sys.stderr)
+
+
+class _Lossy(io.TextIOWrapper):
+    """A text stream in another's place that drops what it cannot write, and replaces characters
+    that the encoding lacks.
+    """
+
+    def __init__(self, stream):
+        super().__init__(
+            stream.buffer, stream.encoding, "replace", line_buffering=True, write_through=True
+        )
+        self.replaced = stream  # it would close the buffer when it goes
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
 
 
 def finish_output() -> None:

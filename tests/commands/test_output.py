@@ -35,6 +35,47 @@ def test_a_full_device_is_one_line():
     assert done.stderr == "dspark inspect: standard output: No space left on device\n"
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("asked", ["--help", "--version", "generate --help"])
+def test_help_on_a_full_device_is_one_line(asked, unbuffered):
+    done = shell(f"$PY -m dspark_jax {asked} >/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 1
+    assert done.stderr == "dspark: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("asked", ["nosuch", "replay /nosuch", "inspect ''"])
+def test_an_error_that_cannot_be_said_keeps_its_status(asked):
+    done = shell(f"$PY -m dspark_jax {asked} 2>/dev/full")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_full_device_for_errors_loses_only_what_was_meant_for_it():
+    line = 'import sys; print("err", file=sys.stderr); print("out"); print("err", file=sys.stderr)'
+    done = shell(f"$PY -c '{GUARDED}{line}' 2>/dev/full")
+    assert (done.returncode, done.stdout) == (0, "out\n")
+
+
+def test_what_standard_error_is_otherwise_it_still_is():
+    line = (
+        'import sys; print("na\u00efve", file=sys.stderr); '
+        "print(sys.stderr.isatty(), sys.stderr.fileno(), sys.stderr.encoding)"
+    )
+    done = shell(f"$PY -c '{GUARDED}{line}'", PYTHONIOENCODING="utf-8")
+    assert (done.stdout, done.stderr) == ("False 2 utf-8\n", "na\u00efve\n")
+
+
+def test_a_working_directory_that_is_gone(tmp_path):
+    line = f"cd {tmp_path}; mkdir x; cd x; rmdir ../x; "
+    converted = shell(line + f"$PY -m dspark_jax convert {embedded_checkpoint()} out")
+    assert converted.returncode == 1
+    assert converted.stderr.startswith("dspark convert: out: cannot be written (")
+    assert converted.stderr.count("\n") == 1
+    recorded = shell(line + "$PY -m dspark_jax generate hi --record x.json")
+    assert recorded.returncode == 1
+    assert recorded.stderr == "dspark generate: the working directory: No such file or directory\n"
+    assert shell(line + f"$PY -m dspark_jax inspect {embedded_checkpoint()}").returncode == 0
+
+
 def test_a_closed_standard_error_loses_only_what_was_meant_for_it():
     line = 'import sys; print("out"); print("err", file=sys.stderr); print(open(0).fileno())'
     done = shell(f"$PY -c '{GUARDED}{line}' 2>&- </dev/null")
