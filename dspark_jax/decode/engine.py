@@ -33,6 +33,7 @@ from dspark_jax.decode.emission import (
     not_finite,
     round_emission,
 )
+from dspark_jax.decode.pace import Pace
 from dspark_jax.decode.prefill import Prefill, of_row
 from dspark_jax.decode.programs import Programs, one_stream, programs
 from dspark_jax.decode.report import unpacked
@@ -104,8 +105,9 @@ class Engine:
         """
         return one_stream(self.model.mesh, self._cache, 0)
 
-    def stream(self, rounds_per_call: int) -> Iterator[Emission]:
-        """Runs all prompts; each emits what it would emit alone.
+    def stream(self, rounds_per_call: int | None) -> Iterator[Emission]:
+        """Runs all prompts; each emits what it would emit alone. rounds_per_call: None: as few as
+        cost nothing, see `Pace`.
 
         Every stream ends with as many tokens as were asked for or a stop token; the surplus of its
         last round is dropped from its tokens. One whose logits or drafts are not finite ends with
@@ -114,8 +116,9 @@ class Engine:
         with losses_explained():
             yield from self._stream(rounds_per_call)
 
-    def _stream(self, rounds_per_call: int) -> Iterator[Emission]:
+    def _stream(self, rounds_per_call: int | None) -> Iterator[Emission]:
         waiting, calls = deque(range(len(self.request.prompts))), deque()
+        self._pace = Pace(rounds_per_call)
         self._new_caches()
         while True:
             if self._ended or (waiting and self._slots.empty()):
@@ -126,7 +129,7 @@ class Engine:
                 small, settings = self._slots.on_device()
             if len(self._slots.empty()) == self.width:
                 return
-            arguments = self._run_arguments(small, settings, rounds_per_call, bool(waiting))
+            arguments = self._run_arguments(small, settings, self._pace.rounds, bool(waiting))
             self._cache, small, report = self._programs.run(*arguments)
             calls.append(report)
             if len(calls) > 1:
@@ -205,6 +208,7 @@ class Engine:
                 self._fail(place, not_finite(number, int(state.faulty[place])))
             if state.done[place]:
                 self._release(place)
+        self._pace.heard(count)
 
     def _of_round(self, place: int, number: int, outputs, i: int) -> Iterator[Emission]:
         emission = round_emission(

@@ -153,7 +153,8 @@ def stream(
     forbidden_tokens=None,
     prefix=None,
 ) -> Iterator[StreamEvent]:
-    """Like `generate`, yielding a StreamEvent a round of each stream, as soon as it is known.
+    """Like `generate`, yielding a StreamEvent a round of each stream, as soon as it is known; where
+    rounds take a millisecond, several come together, a hundred times a second.
 
     The request is checked, and programs are compiled, when this is called and not at the first
     event. Closing the iterator ends all streams.

@@ -61,8 +61,9 @@ class Run:
     end if a stream had numbers that were not finite. `complete` does so to the end. Whatever ends a
     run, what was emitted until then is in `prompts` and in `output()`.
 
-    by_round: whether the host hears of every round by itself, or of a few at a time, which costs
-    less. with_text: whether emissions carry their text.
+    by_round: whether the host is to hear of rounds as they are made (of several at a time where
+    they take a millisecond), or of many at a time, which costs less. with_text: whether emissions
+    carry their text.
     prompts: a PromptRun of each. interrupted: whether Ctrl-C ended it. engine: None before
     `compile`.
     """
@@ -74,9 +75,10 @@ class Run:
         self.prompts = [PromptRun(len(prompt.ids)) for prompt in request.prompts]
         self.interrupted = False
         self.engine: Engine | None = None
-        # What comes after a stop string would be computed for nothing.
-        by_round = by_round or any(prompt.stop for prompt in request.prompts)
-        self._rounds_per_call = 1 if by_round else ROUNDS_PER_CALL
+        self._rounds_per_call = None if by_round else ROUNDS_PER_CALL
+        if any(prompt.stop for prompt in request.prompts):
+            # What comes after a stop string would be computed for nothing, and learned by the gate.
+            self._rounds_per_call = 1
         self._texts = [
             StopText(model, prompt.stop) if with_text or prompt.stop else None
             for prompt in request.prompts
