@@ -51,27 +51,26 @@ def write(path, model: Model, seed: int, tokens: list[int], computed: int, cache
         "computed": str(computed),
         "made_by": json.dumps(_made_by(model)),
     }
-    files.write_bytes(path, save(arrays, about))
+    files.write_bytes(path, save(arrays, about | {"checksum": _checksum(about, arrays)}))
 
 
 def read(path, model: Model) -> Saved:
     about, arrays = _opened(files.real_path(path))
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{path}: this is not a session that Session.save wrote")
-    try:
-        seed, computed = int(about["seed"]), int(about["computed"])
-        made_by = json.loads(about["made_by"])
-        tokens = np.asarray(arrays.pop("tokens")).tolist()
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from error
-    _require_same(path, made_by, _made_by(model))
+    if about.pop("checksum", None) != _checksum(about, arrays):
+        raise CheckpointError(
+            f"{path}: damaged: what it holds is not what was written; feed the tokens again"
+        )
+    _require_same(path, json.loads(about["made_by"]), _made_by(model))
+    tokens = np.asarray(arrays.pop("tokens")).tolist()
     if len(tokens) > model.limits.max_seq_len:
         raise ConfigError(
             f"{path}: its {len(tokens)} tokens do not fit into max_seq_len "
             f"{model.limits.max_seq_len}; load the model with a larger one"
         )
-    cache = _filled(path, model, arrays) if arrays else None
-    return Saved(seed, tokens, computed, cache)
+    cache = _filled(model, arrays) if arrays else None
+    return Saved(int(about["seed"]), tokens, int(about["computed"]), cache)
 
 
 def _opened(path) -> tuple[dict, dict]:
@@ -86,6 +85,15 @@ def _opened(path) -> tuple[dict, dict]:
         raise CheckpointError(f"{path}: there is no such file") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def _checksum(about: dict, arrays: dict) -> str:
+    """Of everything that is written."""
+    total = zlib.crc32(repr(sorted(about.items())).encode())
+    for name, array in sorted(arrays.items()):
+        total = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), total)
+        total = zlib.crc32(np.asarray(array).tobytes(), total)
+    return str(total)
 
 
 def _made_by(model: Model) -> dict:
@@ -145,27 +153,16 @@ def _named(cache: Cache) -> list[tuple[str, object]]:
     ]
 
 
-def _filled(path, model: Model, arrays: dict) -> Cache:
+def _filled(model: Model, arrays: dict) -> Cache:
     """The cache of the model with these arrays in it, each at the beginning of its leaf."""
     with own_settings(model.mesh):
         empty = new_cache(model)
-        named = _named(jax.device_get(empty))
-        if sorted(arrays) != sorted(name for name, _ in named):
-            raise CheckpointError(
-                f"{path}: damaged: its arrays are not those of this model's cache"
-            )
-        leaves = [_into(path, name, leaf, np.asarray(arrays[name])) for name, leaf in named]
+        leaves = [_into(leaf, np.asarray(arrays[name])) for name, leaf in _named(empty)]
         cache = jax.tree.unflatten(jax.tree.structure(empty), leaves)
         return jax.device_put(cache, cache_shardings(model.mesh, empty))
 
 
-def _into(path, name: str, leaf: np.ndarray, values: np.ndarray) -> np.ndarray:
-    fits = values.ndim == leaf.ndim and all(n <= m for n, m in zip(values.shape, leaf.shape))
-    if not fits or values.dtype != leaf.dtype:
-        raise CheckpointError(
-            f"{path}: damaged: {name} is {values.dtype} {values.shape} and must fit into "
-            f"{leaf.dtype} {leaf.shape}"
-        )
-    whole = np.zeros_like(leaf)
+def _into(leaf: jax.Array, values: np.ndarray) -> np.ndarray:
+    whole = np.zeros(leaf.shape, leaf.dtype)
     whole[tuple(slice(n) for n in values.shape)] = values
     return whole
