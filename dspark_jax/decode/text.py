@@ -3,7 +3,7 @@
 A tokenizer's decoder may be stateful: it may strip the blank before the first word, put bytes
 together to characters, or join words. So new tokens are decoded after those of the last piece, and
 what that piece gave by itself is taken away. A character whose bytes have not all come yet, at most
-three of them, is held back.
+three of them, is held back; so is what a decoder may still replace across tokens.
 
 Bytes that are not UTF-8 become U+FFFD: as Python's errors="replace" does it, whatever comes after.
 (A `ByteFallback` decoder, given all at once, would replace the valid characters beside them too;
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import codecs
 import functools
-import json
 import re
+from collections.abc import Callable
 
+from dspark_jax.decode.text_stages import StagedText, decoder_of, divided, stages_of
 from dspark_jax.loading.load import Model
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -36,19 +37,36 @@ class IncrementalText:
     """Text of tokens that come in pieces."""
 
     def __init__(self, model: Model):
-        tokenizer = model.tokenizer
-        self._decoder = None if tokenizer is None else _decoder_of(tokenizer)
+        self._decoder = None if model.tokenizer is None else _Text(model.tokenizer)
 
     def add(self, tokens: list[int], last: bool = False) -> str | None:
         """The text that these tokens add, or None without a tokenizer. last: no more will come."""
         return None if self._decoder is None else self._decoder.add(tokens, last)
 
 
-def _decoder_of(tokenizer) -> _ByteLevelText | _GeneralText:
-    state = tokenizer.decoder and json.loads(tokenizer.decoder.__getstate__())
-    if state and state["type"] == "ByteLevel":
-        return _ByteLevelText(tokenizer)
-    return _GeneralText(tokenizer, has_byte_tokens=bool(state) and "ByteFallback" in str(state))
+class _Text:
+    """Of tokens, then through the stages that see the text as a whole (text_stages.py)."""
+
+    def __init__(self, tokenizer):
+        stages, across = divided(stages_of(tokenizer))
+        kinds = [stage["type"] for stage in stages]
+        self._across = StagedText(across) if across else None
+        if kinds and set(kinds) <= {"Fuse", "ByteLevel"} and "ByteLevel" in kinds:
+            self._tokens = _ByteLevelText(tokenizer)
+        else:
+            own = functools.partial(_decoded, tokenizer, decoder_of(stages))
+            decode = own if across else tokenizer.decode
+            self._tokens = _GeneralText(tokenizer, decode, "ByteFallback" in kinds)
+
+    def add(self, tokens: list[int], last: bool) -> str:
+        text = self._tokens.add(tokens, last)
+        return text if self._across is None else self._across.add(text, last)
+
+
+def _decoded(tokenizer, decoder, tokens: list[int]) -> str:
+    """As `tokenizer.decode`, by another decoder, of tokens none of which is special."""
+    spelled = [tokenizer.id_to_token(token) for token in tokens]
+    return decoder.decode([text for text in spelled if text is not None])
 
 
 def _special_ids(tokenizer) -> frozenset[int]:
@@ -94,9 +112,9 @@ class _GeneralText:
     _waiting: tokens of the bytes in _utf8.
     """
 
-    def __init__(self, tokenizer, has_byte_tokens: bool):
+    def __init__(self, tokenizer, decode: Callable[[list[int]], str], has_byte_tokens: bool):
         self._tokenizer, self._special = tokenizer, _special_ids(tokenizer)
-        self._has_byte_tokens = has_byte_tokens
+        self._decode_all, self._has_byte_tokens = decode, has_byte_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []
         self._open: list[int] = []
@@ -183,4 +201,4 @@ class _GeneralText:
         return self._context if anchored else both[-_LONGEST_CONTEXT:]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens) if tokens else ""
+        return self._decode_all(tokens) if tokens else ""

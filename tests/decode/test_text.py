@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
 from dspark_jax.decode.text import IncrementalText, decode
 
@@ -56,6 +56,56 @@ def streamed(model, tokens, sizes) -> list[str]:
         if at >= len(tokens):
             return shown
     raise AssertionError("sizes are too few")
+
+
+AB = decoders.Replace("ab", "X")
+ACROSS = {
+    "one": [decoders.Fuse(), AB],
+    "begins within itself": [decoders.Fuse(), decoders.Replace("aba", "ab")],
+    "in a row": [decoders.Fuse(), decoders.Replace("ab", "c"), decoders.Replace("ca", "Q")],
+    "llama": [*LLAMA[:3], decoders.Replace("lo w", "LOW"), LLAMA[3]],
+    "after bytes": [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("\u4f60A", "!")],
+    "deeper": [decoders.Sequence([decoders.Fuse(), decoders.Sequence([AB, decoders.Fuse()])])],
+    "pattern": [decoders.Fuse(), decoders.Replace(Regex("[ab]+"), "*")],
+    "nothing": [decoders.Fuse(), decoders.Replace("b", "")],
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_what_is_replaced_across_tokens_is_replaced_however_cut(name):
+    """A decoder of tokens never sees both sides of such a place."""
+    words = ["a", "b", "ab", "ba", "c", "\u2581world", "lo", " ", "<0xE4>", "<0xBD>", "<0xA0>", "A"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="a"))
+    tokenizer.decoder = decoders.Sequence(ACROSS[name])
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    model, rng = Has(tokenizer), np.random.default_rng(2)
+    parts = [*([i] for i in range(8)), [8, 9, 10], [11], [tokenizer.token_to_id("<end>")], [6, 5]]
+    for _ in range(300):
+        chosen = rng.integers(0, len(parts), rng.integers(1, 14))
+        tokens = [token for part in chosen for token in parts[part]]
+        whole = tokenizer.decode(tokens)
+        assert decode(model, tokens) == whole, tokens
+        sizes = rng.integers(1, 4, len(tokens)).tolist()
+        assert "".join(streamed(model, tokens, sizes)) == whole, (tokens, sizes)
+
+
+def test_only_what_may_be_replaced_is_held_back():
+    tokenizer = tokenizer_with(decoders.Sequence([decoders.Fuse(), decoders.Replace("lo.", "!")]))
+    shown = streamed(Has(tokenizer), [LO, LO, 261, HELLO, LO, HELLO], [1] * 6)
+    assert shown == ["", "lo", "!", "\u2581Hel", "lo", "lo\u2581Hello"]
+
+
+@pytest.mark.parametrize("around", [["Fuse"], [None, "Fuse"], ["Fuse", "Fuse"], []])
+def test_bytes_that_are_joined_first(around):
+    """The bytes of a character come one by one, and a token is not spelled in bytes."""
+    kinds = [kind or "ByteLevel" for kind in around]
+    kinds += [] if "ByteLevel" in kinds else ["ByteLevel"]
+    tokenizer = byte_tokenizer()
+    tokenizer.decoder = decoders.Sequence([getattr(decoders, kind)() for kind in kinds])
+    tokenizer.add_tokens(["<|a b|>"])
+    tokens = [*NIHAO, tokenizer.token_to_id("<|a b|>"), *GRIN]
+    shown = streamed(Has(tokenizer), tokens, [1] * len(tokens))
+    assert shown == ["", "", "\u4f60", "", "", "\u597d", "<|a b|>", "", "", "", "\U0001f600"]
 
 
 def test_the_reported_case():
