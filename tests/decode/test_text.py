@@ -95,13 +95,16 @@ def test_only_what_may_be_replaced_is_held_back():
     assert shown == ["", "lo", "!", "\u2581Hel", "lo", "lo\u2581Hello"]
 
 
-@pytest.mark.parametrize("around", [["Fuse"], [None, "Fuse"], ["Fuse", "Fuse"], []])
-def test_bytes_that_are_joined_first(around):
+FUSE, BYTES = decoders.Fuse(), decoders.ByteLevel()
+
+
+@pytest.mark.parametrize(
+    "stages", [[BYTES], [FUSE, BYTES], [BYTES, FUSE], [FUSE, BYTES, FUSE, AB], [BYTES, AB]]
+)
+def test_bytes_that_are_joined_first(stages):
     """The bytes of a character come one by one, and a token is not spelled in bytes."""
-    kinds = [kind or "ByteLevel" for kind in around]
-    kinds += [] if "ByteLevel" in kinds else ["ByteLevel"]
     tokenizer = byte_tokenizer()
-    tokenizer.decoder = decoders.Sequence([getattr(decoders, kind)() for kind in kinds])
+    tokenizer.decoder = decoders.Sequence(stages)
     tokenizer.add_tokens(["<|a b|>"])
     tokens = [*NIHAO, tokenizer.token_to_id("<|a b|>"), *GRIN]
     shown = streamed(Has(tokenizer), tokens, [1] * len(tokens))
