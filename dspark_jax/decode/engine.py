@@ -105,19 +105,22 @@ class Engine:
         """
         return one_stream(self.model.mesh, self._cache, 0)
 
-    def stream(self, rounds_per_call: int | None) -> Iterator[Emission]:
+    def stream(self, rounds_per_call: int | None, longest_first=False) -> Iterator[Emission]:
         """Runs all prompts; each emits what it would emit alone. rounds_per_call: None: as few as
-        cost nothing, see `Pace`.
+        cost nothing, see `Pace`. longest_first: prompts that may emit the most begin first, so that
+        places are not empty in the end; else each in its turn.
 
         Every stream ends with as many tokens as were asked for or a stop token; the surplus of its
         last round is dropped from its tokens. One whose logits or drafts are not finite ends with
         the tokens before that, and `failures` has it. DsparkError if another process is lost.
         """
         with losses_explained():
-            yield from self._stream(rounds_per_call)
+            yield from self._stream(rounds_per_call, longest_first)
 
-    def _stream(self, rounds_per_call: int | None) -> Iterator[Emission]:
-        waiting, calls = deque(range(len(self.request.prompts))), deque()
+    def _stream(self, rounds_per_call: int | None, longest_first: bool) -> Iterator[Emission]:
+        lengths = [prompt.max_new_tokens if longest_first else 0 for prompt in self.request.prompts]
+        waiting = deque(sorted(range(len(lengths)), key=lambda number: -lengths[number]))
+        calls: deque[jax.Array] = deque()
         self._pace = Pace(rounds_per_call)
         self._new_caches()
         while True:

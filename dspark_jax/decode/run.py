@@ -75,6 +75,7 @@ class Run:
         self.prompts = [PromptRun(len(prompt.ids)) for prompt in request.prompts]
         self.interrupted = False
         self.engine: Engine | None = None
+        self._by_round = by_round
         self._rounds_per_call = None if by_round else ROUNDS_PER_CALL
         if any(prompt.stop for prompt in request.prompts):
             # What comes after a stop string would be computed for nothing, and learned by the gate.
@@ -96,7 +97,8 @@ class Run:
         self.compile()
         started = time.perf_counter()
         try:
-            with contextlib.closing(self.engine.stream(self._rounds_per_call)) as emissions:
+            stream = self.engine.stream(self._rounds_per_call, longest_first=not self._by_round)
+            with contextlib.closing(stream) as emissions:
                 while True:
                     with own_settings(self.model.mesh):
                         emission = next(emissions, None)
