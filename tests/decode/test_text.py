@@ -95,11 +95,18 @@ def test_only_what_may_be_replaced_is_held_back():
     assert shown == ["", "lo", "!", "\u2581Hel", "lo", "lo\u2581Hello"]
 
 
-FUSE, BYTES = decoders.Fuse(), decoders.ByteLevel()
+FUSE, JOIN_BYTES = decoders.Fuse(), decoders.ByteLevel()
 
 
 @pytest.mark.parametrize(
-    "stages", [[BYTES], [FUSE, BYTES], [BYTES, FUSE], [FUSE, BYTES, FUSE, AB], [BYTES, AB]]
+    "stages",
+    [
+        [JOIN_BYTES],
+        [FUSE, JOIN_BYTES],
+        [JOIN_BYTES, FUSE],
+        [FUSE, JOIN_BYTES, FUSE, AB],
+        [JOIN_BYTES, AB],
+    ],
 )
 def test_bytes_that_are_joined_first(stages):
     """The bytes of a character come one by one, and a token is not spelled in bytes."""
