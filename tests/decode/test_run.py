@@ -50,8 +50,8 @@ class TwoAtOnce:
         self.calls, self.ended = [], []
         self.started, self.failures = {}, {}
 
-    def stream(self, rounds_per_call):
-        self.calls.append(rounds_per_call)
+    def stream(self, rounds_per_call, longest_first):
+        self.calls.append((rounds_per_call, longest_first))
         left = {number: list(says.encode()) for number, says in enumerate(SAYS)}
         while left:
             for number in list(left)[: self.width]:
@@ -93,7 +93,8 @@ def whole(number):
 def test_all_that_the_engine_says_is_kept(engine, by_round, with_text):
     run, seen = make(by_round, with_text), []
     run.complete(seen.append)
-    assert run.engine.calls == [None if by_round else ROUNDS_PER_CALL] and not run.interrupted
+    assert run.engine.calls == [(None, False) if by_round else (ROUNDS_PER_CALL, True)]
+    assert not run.interrupted
     assert [emission.prompt for emission in seen] == [0, 1, 0, 2, 0, 2, 2]
     out = run.output()
     assert out.tokens == [whole(0), whole(1), whole(2)] and out.texts == SAYS
@@ -124,7 +125,8 @@ def test_a_stop_string_ends_one_stream(engine, with_text):
     run, seen = make(with_text=with_text, stop=("\u00ef", "x")), []
     run.complete(seen.append)
     out = run.output()
-    assert run.engine.calls == [1] and run.engine.ended == [0], "nothing is computed for nothing"
+    assert run.engine.calls == [(1, True)], "nothing is computed for nothing"
+    assert run.engine.ended == [0]
     assert out.tokens == [whole(0)[:3], whole(1), whole(2)]
     assert out.texts == ["a", *SAYS[1:]]
     assert out.finish_reasons == ["stop", "stop", "length"]
