@@ -31,6 +31,11 @@ filtered = backend.jit(sampling.filtered)
 likelihood = backend.jit(sampling.likelihood, static_argnums=2)
 
 
+def rows_of(streams, rows, vocabulary, seed=5):
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((streams, rows, vocabulary)) * 3).astype(np.float32)
+
+
 def greedy(logits):
     streams, rows, vocabulary = logits.shape
     choice = parts.unbiased(None, streams, vocabulary)
@@ -50,12 +55,17 @@ def test_the_margin_is_the_distance_to_the_second_best():
     assert margins.dtype == np.float32 and margins.tolist()[:3] == [0, 1, 0]
 
 
+def test_a_row_without_a_finite_best_is_not_sound():
+    """A NaN anywhere, an infinite best, nothing but -inf; a -inf below the best does no harm."""
+    assert sampling.finite(LOGITS).tolist() == [True] * 3 + [False] * 3
+
+
 @pytest.mark.parametrize("jit", [jax.jit, backend.jit])
-def test_a_row_without_a_finite_best_is_not_sound(jit):
-    """A NaN anywhere, an infinite best, nothing but -inf; a -inf below the best does no harm. A
-    maximum of XLA's own fusions passes over the NaN.
-    """
-    assert jit(sampling.finite)(LOGITS).tolist() == [True] * 3 + [False] * 3
+def test_a_nan_shows_however_a_maximum_treats_it(jit):
+    """That of XLA's own fusions, which large arrays meet, passes over it."""
+    logits = rows_of(4, 64, 40)
+    logits[1, 2, 3] = NAN
+    assert np.argwhere(~np.asarray(jit(sampling.finite)(logits))).tolist() == [[1, 2]]
 
 
 def test_any_leading_shape():
@@ -110,6 +120,12 @@ def test_of_equals_the_lowest_id_is_kept(settings, kept):
     temperature = np.float32(1 / np.log(2))  # natural logarithms from those to base 2
     left = filtered(parts.sampling(1, temperature=temperature, **settings), logits)
     assert np.flatnonzero(np.isfinite(left[0, 0])).tolist() == sorted(kept)
+
+
+def test_without_a_temperature_nothing_is_left_out():
+    settings = parts.sampling(2, temperature=[0, 1], top_k=1, top_p=0.5, min_p=0.5)
+    left = np.isfinite(filtered(settings, rows_of(2, 3, 40)))
+    assert left[0].all() and np.all(left[1].sum(axis=-1) == 1)
 
 
 # --- how often -----------------------------------------------------------------------------------
@@ -217,11 +233,6 @@ def test_an_ids_noise_does_not_depend_on_the_vocabulary(noise):
 
 
 # --- biases --------------------------------------------------------------------------------------
-
-
-def rows_of(streams, rows, vocabulary, seed=5):
-    rng = np.random.default_rng(seed)
-    return (rng.standard_normal((streams, rows, vocabulary)) * 3).astype(np.float32)
 
 
 PLACES_OF_64 = np.tile(np.arange(64, dtype=np.int32), (4, 1))
