@@ -75,7 +75,8 @@ class Run:
         self.prompts = [PromptRun(len(prompt.ids)) for prompt in request.prompts]
         self.interrupted = False
         self.engine: Engine | None = None
-        self._by_round = by_round
+        # Who is shown what comes has prompts in their turn.
+        self._longest_first = not by_round and not with_text
         self._rounds_per_call = None if by_round else ROUNDS_PER_CALL
         if any(prompt.stop for prompt in request.prompts):
             # What comes after a stop string would be computed for nothing, and learned by the gate.
@@ -97,7 +98,7 @@ class Run:
         self.compile()
         started = time.perf_counter()
         try:
-            stream = self.engine.stream(self._rounds_per_call, longest_first=not self._by_round)
+            stream = self.engine.stream(self._rounds_per_call, longest_first=self._longest_first)
             with contextlib.closing(stream) as emissions:
                 while True:
                     with own_settings(self.model.mesh):

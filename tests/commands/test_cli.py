@@ -360,7 +360,7 @@ def test_a_serial_mtp_checkpoint_is_refused(command, directory, tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_emitted(command, expected, monkeypatch):
-    def interrupted(self, *arguments):
+    def interrupted(self, *arguments, **options):
         for count, emission in enumerate(stream(self, *arguments)):
             if count == 3:
                 raise KeyboardInterrupt

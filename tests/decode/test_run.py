@@ -93,7 +93,8 @@ def whole(number):
 def test_all_that_the_engine_says_is_kept(engine, by_round, with_text):
     run, seen = make(by_round, with_text), []
     run.complete(seen.append)
-    assert run.engine.calls == [(None, False) if by_round else (ROUNDS_PER_CALL, True)]
+    in_turn = by_round or with_text
+    assert run.engine.calls == [(None if by_round else ROUNDS_PER_CALL, not in_turn)]
     assert not run.interrupted
     assert [emission.prompt for emission in seen] == [0, 1, 0, 2, 0, 2, 2]
     out = run.output()
@@ -125,7 +126,7 @@ def test_a_stop_string_ends_one_stream(engine, with_text):
     run, seen = make(with_text=with_text, stop=("\u00ef", "x")), []
     run.complete(seen.append)
     out = run.output()
-    assert run.engine.calls == [(1, True)], "nothing is computed for nothing"
+    assert run.engine.calls == [(1, not with_text)], "nothing is computed for nothing"
     assert run.engine.ended == [0]
     assert out.tokens == [whole(0)[:3], whole(1), whole(2)]
     assert out.texts == ["a", *SAYS[1:]]
