@@ -20,8 +20,8 @@ DRAWN = {"temperature": 4.0, "top_p": 0.95}
 HEAVY = pytest.mark.heavy
 # Greedy tokens are chosen by programs of their own.
 KINDS = [
-    pytest.param("plain", DRAWN, id="plain, drawn", marks=pytest.mark.heavy),
-    pytest.param("sequential", DRAWN, id="sequential, drawn", marks=pytest.mark.heavy),
+    pytest.param("plain", DRAWN, id="plain, drawn", marks=HEAVY),
+    pytest.param("sequential", DRAWN, id="sequential, drawn", marks=HEAVY),
     pytest.param("block", DRAWN, id="block, drawn"),
     pytest.param("block", {}, id="block"),
     pytest.param("plain", {}, id="plain", marks=HEAVY),
