@@ -310,8 +310,10 @@ def _summary(args: argparse.Namespace, batch: _Batch, kept: int, gated: bool) ->
     how = f"{args.mode}, {stats['streams']} at a time" + (
         "" if busy is None else f", places busy {100 * busy:.0f}%"
     )
-    already = f", {kept} were there already" if kept else ""
-    lines = [f"{prompts} prompt{'s' if prompts > 1 else ''}{already}: {report.speed(stats, how)}"]
+    which = f"{prompts} prompt{'s' if prompts > 1 else ''}"
+    if kept:
+        which = f"{prompts} of {prompts + kept} prompts ({kept} were there already)"
+    lines = [f"{which}: {report.speed(stats, how)}"]
     if len(batch.told) < prompts:
         again = "; --resume goes on" if args.output else ""
         lines.append(f"interrupted: {len(batch.told)} of {prompts} finished{again}")

@@ -338,26 +338,34 @@ def test_what_only_a_model_knows_is_refused_with_its_line(command, here):
     assert ": forbidden_tokens: 256 is not" in command("--prompts", "p", "--forbid", "256")[2]
 
 
-def test_each_result_is_written_when_it_and_all_before_it_are_finished(command, here, monkeypatch):
-    """Seen from within the run: the file's lines at every emission, and who had ended by then."""
+@pytest.mark.parametrize("nan_tokens", [(), (ord("t"),)])
+def test_each_result_is_written_when_it_and_all_before_it_have_ended(
+    command, here, model, monkeypatch, nan_tokens
+):
+    """Seen from within the run: the file's lines at every emission, and who had ended by then; with
+    an error, too.
+    """
     json_file(here / "p.jsonl")
     file, seen, ended = here / "r.jsonl", [], []
 
-    def watched(self, *arguments):
-        for emission in stream(self, *arguments):
+    def watched(self, *arguments, **options):
+        for emission in stream(self, *arguments, **options):
             yield emission  # which has been told when the next is asked for
             if emission.last:
                 ended.append(emission.prompt)
-            seen.append((len(file.read_text().splitlines()), list(ended)))
+            seen.append((len(file.read_text().splitlines()), {*ended, *self.failures}))
 
     stream = engine.Engine.stream
     monkeypatch.setattr(engine.Engine, "stream", watched)
-    status, out, _ = command("--prompts", "p.jsonl", "--output", "r.jsonl")
-    assert (status, out) == (0, "")
+    damaged = with_nan_tokens(model, nan_tokens)
+    status, out, _ = command("--prompts", "p.jsonl", "--output", "r.jsonl", loaded=damaged)
+    assert (status, out) == (1 if nan_tokens else 0, "")
     for written, done in seen:
         assert written == next((i for i in range(5) if i not in done), 5)
-    assert {written for written, _ in seen} >= {0, 1, 5}
-    assert ended != sorted(ended), "one waits for another"
+    if nan_tokens:
+        assert {1, 3} <= seen[-1][1] and seen[-2][0] > 2, "what follows an error does not wait"
+    else:
+        assert ended != sorted(ended), "one waits for another"
 
 
 def test_a_bar_leaves_the_results_alone(command, here, monkeypatch):
@@ -428,7 +436,8 @@ def test_resume_computes_what_is_missing(command, here, whole, runs):
         assert lasting(after) == lasting(whole)
         kept = [line for line in lines if line.strip() in text]
         assert [line for line in after.splitlines(keepends=True) if line in lines] == kept
-        assert f"{left} prompts" in err and (f"{5 - left} were there" in err) == (left < 5)
+        said = f"{left} of 5 prompts ({5 - left} were there already)" if left < 5 else "5 prompts"
+        assert err.startswith(f"{said}: ")
 
 
 def test_resume_of_what_is_complete_loads_nothing(command, here, whole, runs):
@@ -544,9 +553,9 @@ def test_ctrl_c_keeps_what_is_finished(command, here, whole, monkeypatch):
     when the run is resumed.
     """
 
-    def interrupted(self, *arguments):
+    def interrupted(self, *arguments, **options):
         ended = set()
-        for emission in stream(self, *arguments):
+        for emission in stream(self, *arguments, **options):
             yield emission
             ended |= {emission.prompt} if emission.last else set()
             if ended >= {0, 2}:
@@ -604,6 +613,9 @@ def test_numbers_that_are_not_finite_end_their_line_only(command, here, whole, m
             assert result["tokens"] == want["tokens"]
     assert f"dspark generate: p.jsonl, line {wrong[0]}: the logits at position" in err
     assert "Traceback" not in err
+    (here / "p").write_text("t")
+    status, out, err = command("--prompts", "p", loaded=damaged)
+    assert status == 1 and lasting(out)[0]["finish_reason"] == "error", "nothing comes after it"
 
 
 def test_an_error_is_computed_again(command, here, whole, runs):
