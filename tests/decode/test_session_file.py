@@ -135,7 +135,7 @@ def test_another_max_seq_len(model, session, file, max_seq_len):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("max_seq_len", [60, 600])
+@pytest.mark.parametrize("max_seq_len", [72, 600])
 def test_another_max_seq_len_goes_on(model, session, file, tmp_path, max_seq_len):
     """And back again."""
     read = dspark.Session.load(of_length(model, max_seq_len), file)

@@ -95,14 +95,27 @@ def differing(got: Sequence[Answer], wanted: Sequence[Answer]) -> list[tuple[int
     ]
 
 
-def among_strangers(model, asks, strangers, *arguments, **options) -> list[Answer]:
-    """The answers to `asks`, which came last first and between strangers."""
+def among_strangers(model, asks, strangers, mode, streams, gate=OFF) -> list[Answer]:
+    """The answers to `asks` as events of a stream, which has prompts in their turn: here last first
+    and between strangers.
+    """
     mixed: list = []
     for number, ask in reversed(list(enumerate(asks))):
         mixed += [(number, ask), (None, strangers[number % len(strangers)])]
-    got = answers(model, [ask for _, ask in mixed], *arguments, **options)
-    own = {number: answer for (number, _), answer in zip(mixed, got) if number is not None}
-    return [own[number] for number in range(len(asks))]
+    tokens, logprobs, rounds = ([[] for _ in asks] for _ in range(3))
+    options = {"mode": mode, "streams": streams, "gate": gate}
+    for event in events_of(model, [ask for _, ask in mixed], **options):
+        number = mixed[event.prompt][0]
+        if number is not None:
+            tokens[number] += event.tokens
+            logprobs[number] += event.logprobs
+            rounds[number] += [event.record] if event.record else []
+    return [Answer(*of) for of in zip(tokens, map(bits, logprobs), rounds)]
+
+
+def longest_first(asks: Sequence[Ask]) -> list[int]:
+    """The numbers of prompts in the order in which `generate` begins them."""
+    return sorted(range(len(asks)), key=lambda number: -asks[number].max_new_tokens)
 
 
 def passed_rounds(rounds: Sequence[int], places: int) -> int:
