@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dspark_jax.checkpoints.errors import CheckpointError
 from dspark_jax.checkpoints.paths import no_file, what_else
 
 # Bits of every dtype a header may carry; `official` decides which of them a tensor may have.
@@ -66,7 +67,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path):
         self.path, self.entries, self.problems = path, {}, []
-        self._map = None
+        self._map, self._size = None, 0
         try:
             self._read_header()
         except OSError as error:
@@ -81,8 +82,7 @@ class SafetensorsFile:
         """
         entry = self.entries[name]
         if self._map is None:
-            with open(self.path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = self._mapped()
         height = entry.shape[0] if entry.shape else 1
         view = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start).reshape(height, -1)
         copy = view[rows, columns].copy()
@@ -96,6 +96,22 @@ class SafetensorsFile:
         if self._map is not None:
             self._map.close()
             self._map = None
+
+    def _mapped(self) -> mmap.mmap:
+        """Raises CheckpointError where the file is gone or has another size than when it was
+        opened. (Reading behind a file's end would end the process.)
+        """
+        try:
+            with open(self.path, "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: it is empty
+            raise CheckpointError(f"{self.path}: cannot be read any more: {error}") from error
+        if len(mapped) != self._size:
+            raise CheckpointError(
+                f"{self.path}: has {len(mapped)} bytes and had {self._size} when it was opened; "
+                "wait until nothing writes to it, and load it again"
+            )
+        return mapped
 
     def _give_back(self, start: int, stop: int) -> None:
         """Mapped pages count as this process's memory until they are dropped; they stay in the
@@ -112,7 +128,7 @@ class SafetensorsFile:
     def _read_header(self) -> None:
         if (other := no_file(self.path)) is not None:
             return self._note(f"this is {other}")
-        size = self.path.stat().st_size
+        size = self._size = self.path.stat().st_size
         with open(self.path, "rb") as file:
             first = file.read(64)
             file.seek(0)

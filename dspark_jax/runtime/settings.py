@@ -29,6 +29,7 @@ _ASSUMED = {
     "disable_jit": False,
     "enable_x64": False,
     "legacy_prng_key": "allow",
+    "no_execution": False,
     "no_tracing": False,
     "numpy_dtype_promotion": "standard",
     "numpy_rank_promotion": "allow",

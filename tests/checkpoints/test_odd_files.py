@@ -26,7 +26,7 @@ from dspark_jax.loading.load import read_tokenizer
 from dspark_jax.loading.summary import inspect_checkpoint
 from dspark_jax.runtime.files import real_path
 
-from helpers.official_files import CONFIG, GOLDENS, write_small
+from helpers.official_files import CONFIG, GOLDENS, SMALL, write_small
 from helpers.small_model import write_small_checkpoint
 
 KINDS = {
@@ -143,6 +143,23 @@ def test_a_device_that_was_named_itself_is_not(directory, read, kind):
     with standing(kind, directory / "x"):
         with pytest.raises(ConfigError, match=f"x: this is {KINDS[kind]}"):
             read(directory / "x")
+
+
+@pytest.mark.parametrize("change", ["removed", "cut", "emptied", "grown"])
+def test_a_file_that_changes_between_opening_and_reading(directory, change):
+    """Else the process would end at the first byte behind the file's end."""
+    file = directory / SINGLE
+    with OfficialCheckpoint.open(directory) as checkpoint:
+        if change == "removed":
+            file.unlink()
+        else:
+            size = {"cut": file.stat().st_size - 1, "emptied": 0}.get(change, 10**6)
+            os.truncate(file, size)
+        wanted = (
+            "cannot be read any more" if change in ("removed", "emptied") else "when it was opened"
+        )
+        with pytest.raises(CheckpointError, match=f"{SINGLE}: .*{wanted}"):
+            checkpoint.read(SMALL[0])
 
 
 # Paths

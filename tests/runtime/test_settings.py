@@ -30,6 +30,8 @@ OTHER = {
     "threefry": lambda: jax.threefry_partitionable(False),
     "old keys": lambda: jax.legacy_prng_key("error"),
     "no jit": lambda: jax.disable_jit(True),
+    "no execution": lambda: jax.no_execution(True),
+    "no tracing": lambda: jax.no_tracing(True),
     "default device": lambda: jax.default_device(jax.devices()[0]),
     "a mesh": lambda: jax.set_mesh(jax.make_mesh((1,), ("x",))),
     "an Auto mesh": lambda: jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))),
