@@ -23,10 +23,12 @@ locks at every access, and fails for good once one of its files is missing.)
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -36,6 +38,7 @@ from pathlib import Path
 
 VARIABLE = "DSPARK_COMPILATION_CACHE"
 LARGEST = 512 << 20  # bytes, all subfolders together, when a process begins
+LEAST_FREE = 32 << 20  # bytes on the disk; below, nothing is kept
 SETTLED = 5.0  # seconds after which an entry is surely written
 _CHECKED = ".checked"  # its time is until when the entries of its folder were checked
 
@@ -70,6 +73,7 @@ def _prepared(wanted: str | None) -> Path | None:
         folder = root / machine()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what lies in it is run as our code
         tempfile.TemporaryFile(dir=folder).close()
+        _require_room(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         warnings.warn(
             f"compiled programs are not kept: {error}; set {VARIABLE} to a folder that "
@@ -81,6 +85,15 @@ def _prepared(wanted: str | None) -> Path | None:
         remove_damaged(folder)
         prune(root)
     return folder
+
+
+def _require_room(folder: Path) -> None:
+    """On a full disk jax would begin every entry, and warn of every one."""
+    free = shutil.disk_usage(folder).free
+    if free < LEAST_FREE:
+        raise OSError(
+            errno.ENOSPC, f"{free >> 20} MiB are free, {LEAST_FREE >> 20} are needed", str(folder)
+        )
 
 
 def default_root() -> Path:

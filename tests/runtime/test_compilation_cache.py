@@ -1,6 +1,7 @@
 """Compiled programs are kept between runs: where, when not, how much, and what damage does."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -93,6 +94,18 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert kept.enable() is None
+
+
+def test_a_full_disk_is_one_warning_and_nothing_is_begun_on_it(folder, monkeypatch):
+    """jax would leave an empty file, and warn, for every program."""
+    usage = shutil.disk_usage(folder.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=kept.LEAST_FREE - 1))
+    with pytest.warns(UserWarning, match="are not kept: .*31 MiB are free, 32 are needed") as seen:
+        assert kept.enable() is None
+    assert len(seen) == 1 and jax.config.jax_compilation_cache_dir is None
+    kept._prepared.cache_clear()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=kept.LEAST_FREE))
+    assert kept.enable() == folder / kept.machine()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be told apart")
