@@ -18,7 +18,6 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.model.layers.cached import Rows
 from dspark_jax.model.main import MainModel
 
-
 # (logits [B, V], the position [B] that the token will stand at) -> the token, int32 [B]
 Choose = Callable[[jax.Array, jax.Array], jax.Array]
 
