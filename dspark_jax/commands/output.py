@@ -80,21 +80,29 @@ def on_terminal() -> bool:
 
 @contextlib.contextmanager
 def status(text: str, shown: bool = True) -> Iterator[None]:
-    """Says on a terminal what goes on within it; nothing of it stays."""
+    """Says on a terminal what goes on within it; nothing of it stays, where that is possible."""
     if not (shown and on_terminal()):
         yield
         return
     from rich.text import Text
 
-    with error_console().status(Text(text)):  # a str would be read as markup
+    console = error_console()
+    if console.is_dumb_terminal:  # one that cannot take back what it shows
+        console.print(text)
+        yield
+        return
+    with console.status(Text(text)):  # a str would be read as markup
         yield
 
 
 @contextlib.contextmanager
 def progress_bar(text: str, total: int) -> Iterator[Callable[[], None]]:
-    """advance() of a bar on a terminal, which moves it on by one; nothing of it stays."""
-    if not on_terminal():
-        yield lambda: None
+    """advance() of a bar on a terminal, which moves it on by one; nothing of it stays. A terminal
+    that cannot draw one shows the text.
+    """
+    if not on_terminal() or error_console().is_dumb_terminal:
+        with status(f"{text} ..."):
+            yield lambda: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

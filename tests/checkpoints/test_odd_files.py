@@ -162,6 +162,41 @@ def test_a_file_that_changes_between_opening_and_reading(directory, change):
             checkpoint.read(SMALL[0])
 
 
+@pytest.fixture
+def deny(tmp_path):
+    """deny(path): nobody may read it until the test ends. Skipped for who may read everything."""
+    paths = []
+
+    def denied(path):
+        paths.append((path, path.stat().st_mode))
+        path.chmod(0)
+        if os.access(path, os.R_OK):
+            pytest.skip("this user may read everything")
+
+    yield denied
+    for path, mode in paths:
+        path.chmod(mode)
+
+
+def test_a_directory_that_may_not_be_read(directory, deny):
+    deny(directory)
+    for read in (OfficialCheckpoint.open, ConvertedCheckpoint.open, dspark.load):
+        with pytest.raises(
+            CheckpointError, match=f"{directory}: cannot be read: Permission denied"
+        ):
+            read(directory)
+
+
+@pytest.mark.parametrize("name", [SINGLE, "config.json", "tokenizer.json"])
+def test_what_may_not_be_read(directory, deny, name):
+    (directory / "tokenizer.json").write_text("{}")
+    deny(directory / name)
+    with pytest.raises((CheckpointError, ConfigError), match="Permission denied"):
+        read_json(directory)
+        OfficialCheckpoint.open(directory)
+        read_tokenizer(directory, CONFIG)
+
+
 # Paths
 
 

@@ -86,6 +86,17 @@ def test_a_bar_shows_on_a_terminal_and_leaves_nothing(attach):
     assert screen(terminal.getvalue()) == ""
 
 
+def test_a_terminal_that_takes_nothing_back_is_told_once(attach, monkeypatch):
+    terminal = attach()
+    monkeypatch.setenv("TERM", "dumb")
+    with output.status("compiling [x] ..."):
+        pass
+    with output.progress_bar("runs", 3) as advance:
+        for _ in range(3):
+            advance()
+    assert terminal.getvalue() == "compiling [x] ...\nruns ...\n"
+
+
 @pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}])
 def test_nothing_of_it_where_there_is_no_terminal(monkeypatch, capsys, variables):
     for name, value in variables.items():
