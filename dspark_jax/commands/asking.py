@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 
@@ -255,6 +256,8 @@ def check_options(args: argparse.Namespace, gate) -> None:
     require_positive("--max-seq-len", args.max_seq_len)
     for flag, tokens in (("--stop", args.stop), ("--forbid", args.forbid)):
         for token in tokens or []:
+            if not token:
+                raise PromptError(f"{flag} '': this is empty; give a token's id or its text")
             request.check_text(token, f"{flag} {token!r}")
             if re.fullmatch("-[0-9]+", token):
                 raise PromptError(f"{flag} {token}: token ids are 0 or more")
@@ -268,9 +271,9 @@ def require_tokenizer(checkpoint: str | None, what: str, instead: str) -> None:
     """
     from dspark_jax.checkpoints.paths import expanded
 
-    if checkpoint is None or not (expanded(checkpoint) / "config.json").exists():
+    if checkpoint is None or not os.path.exists(expanded(checkpoint) / "config.json"):
         return
-    if not (expanded(checkpoint) / "tokenizer.json").exists():
+    if not os.path.lexists(expanded(checkpoint) / "tokenizer.json"):
         raise PromptError(f"{what}, but {checkpoint} has no tokenizer.json; {instead}")
 
 

@@ -28,7 +28,7 @@ from dspark_jax.decode.slots import greedy_settings
 from dspark_jax.decode.state import Chunk, Variant
 from dspark_jax.decode.steps import new_cache
 from dspark_jax.errors import ConfigError, PromptError
-from dspark_jax.loading.load import Model
+from dspark_jax.loading.load import Model, require_model
 from dspark_jax.model.cache import Cache
 from dspark_jax.runtime.interrupts import deferred_interrupts
 from dspark_jax.runtime.settings import own_settings
@@ -52,6 +52,7 @@ class Session:
     """
 
     def __init__(self, model: Model, seed: int = 0):
+        require_model(model, "Session")
         _check_seed(seed)
         self.model, self.seed, self.tokens = model, int(seed), []
         self.cache: Cache | None = None
@@ -154,6 +155,7 @@ class Session:
         Raises CheckpointError for a file that is none, or is damaged, and ConfigError for one of
         another model, precision or size of rings, naming what differs.
         """
+        require_model(model, "Session.load")
         saved = session_file.read(path, model)
         session = cls(model, saved.seed)
         session.tokens, session._computed, session.cache = saved.tokens, saved.computed, saved.cache

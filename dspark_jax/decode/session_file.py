@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax._version import __version__
+from dspark_jax.checkpoints.paths import no_file
 from dspark_jax.decode.steps import new_cache
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading.load import Model
@@ -77,6 +78,8 @@ def _opened(path) -> tuple[dict, dict]:
     from safetensors import SafetensorError, safe_open
     from safetensors.flax import load_file
 
+    if (other := no_file(path)) is not None:
+        raise CheckpointError(f"{path}: this is {other}")
     try:
         with safe_open(path, "flax") as file:
             about = file.metadata() or {}

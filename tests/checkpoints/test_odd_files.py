@@ -20,6 +20,7 @@ from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
 from dspark_jax.checkpoints.paths import checkpoint_directory, expanded, no_file
 from dspark_jax.commands.main import main
 from dspark_jax.config import ModelConfig
+from dspark_jax.decode import session_file
 from dspark_jax.decode.replay import replay
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading.load import read_tokenizer
@@ -114,6 +115,22 @@ def test_inspect_load_and_convert_refuse_a_tokenizer_alike(tmp_path, kind, capsy
             dspark.load(path)
         assert main(["convert", "--quiet", str(path), str(tmp_path / "to")]) == 1
     assert said in capsys.readouterr().err and not (tmp_path / "to").exists()
+
+
+def test_generate_says_of_a_link_what_load_does(tmp_path, capsys):
+    write_small_checkpoint(tmp_path)
+    with standing("dangling", tmp_path / "tokenizer.json"):
+        assert main(["generate", "hi", "--checkpoint", str(tmp_path)]) == 1
+    assert f"tokenizer.json: this is {KINDS['dangling']}" in capsys.readouterr().err
+    assert main(["generate", "hi", "--checkpoint", "a" * 5000]) == 1
+    assert "(5000 characters): cannot be read: File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "socket"])
+def test_what_stands_in_place_of_a_session(directory, kind):
+    with standing(kind, directory / "x"):
+        with pytest.raises(CheckpointError, match=f": this is {KINDS[kind]}"):
+            session_file.read(directory / "x", model=None)
 
 
 @pytest.fixture

@@ -36,6 +36,15 @@ def test_ids_of_several_words(said):
     assert err.endswith('; ids are one argument, such as "5 6 7" or 5,6,7\n')
 
 
+@pytest.mark.parametrize("flag", ["--stop", "--forbid"])
+def test_a_token_that_is_empty(capsys, flag):
+    """As from a variable of the shell that is not set."""
+    assert main(["generate", "hi", flag, ""]) == 2
+    assert capsys.readouterr().err == (
+        f"dspark generate: {flag} '': this is empty; give a token's id or its text\n"
+    )
+
+
 @pytest.mark.parametrize(
     "command, spare",
     [

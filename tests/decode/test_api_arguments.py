@@ -200,6 +200,14 @@ def test_what_is_no_model(caches, wrong):
             getattr(dspark, name)(wrong, *rest)
 
 
+@pytest.mark.parametrize("wrong", NOT_A_MODEL)
+def test_a_session_of_what_is_no_model(wrong, tmp_path):
+    with pytest.raises(dspark.ConfigError, match="Session: expected a model that dspark.load"):
+        dspark.Session(wrong)
+    with pytest.raises(dspark.ConfigError, match="Session.load: expected a model that dspark.load"):
+        dspark.Session.load(wrong, tmp_path / "absent")
+
+
 def test_what_is_no_cache(golden_float, caches):
     for wrong in (None, golden_float, caches[1].position, caches[1].layers, 5):
         said = f"expected a cache that .* returned, got a {type(wrong).__name__}"
