@@ -114,13 +114,20 @@ def lasting(text):
         ("a", '\n{"prompt": "x"}'[1:], ["x"]),
         ("a", '  {"prompt": [5, 6]}\n\n', [[5, 6]]),
         ("a.dat", "a {\n{", ["a {", "{"]),
-        ("a.JSONL", '{"prompt": "\\n"}', ["\n"]),
+        ("a.jsonl", '{"prompt": "\\n"}', ["\n"]),
         ("a", "\ufeffa\u2028b\x0cc", ["a\u2028b\x0cc"]),
     ],
 )
 def test_what_is_a_prompt(here, name, text, prompts):
     (here / name).write_bytes(text.encode())
     assert [line.prompt for line in prompts_file.read(name)] == prompts
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL"])
+def test_the_name_says_json(here, name):
+    (here / name).write_text("a")
+    with pytest.raises(dspark.ConfigError, match="line 1: not readable as JSON"):
+        prompts_file.read(name)
 
 
 def test_settings_of_a_line(here):
