@@ -390,8 +390,13 @@ def refuses() -> None:
         dspark.load(GOLDENS, mesh=dspark.make_mesh(1, 3))
     with pytest.raises(dspark.ConfigError, match="make_mesh"):
         dspark.load(GOLDENS, mesh="1x4")
+    cut = dspark.load(GOLDENS, mesh=dspark.make_mesh(2, 2), max_seq_len=128)
     with pytest.raises(dspark.ConfigError, match="3 streams do not divide over the 2 devices"):
-        dspark.new_cache(dspark.load(GOLDENS, mesh=dspark.make_mesh(2, 2)), 3)
+        dspark.new_cache(cut, 3)
+    whole = dspark.load(GOLDENS, max_seq_len=128)
+    for model, other in ((whole, cut), (cut, whole)):
+        with pytest.raises(dspark.PromptError, match="extend: this cache lies on other devices"):
+            dspark.extend(model, dspark.new_cache(other), [[1]], [1])
 
 
 def quantises() -> None:

@@ -2,6 +2,7 @@
 as it was.
 """
 
+import concurrent.futures
 import contextlib
 
 import jax
@@ -81,6 +82,22 @@ def test_a_model_loaded_under_other_settings_is_the_same(golden_float):
     here, usual = (jax.tree.leaves(m.split[1]) for m in (model, golden_float))
     for a, b in zip(here, usual, strict=True):
         assert a.dtype == b.dtype and np.array_equal(a, b)
+
+
+def test_threads_at_once_each_under_its_own_settings(small_model, as_usual):
+    """What a thread has set reaches neither our programs nor another thread."""
+    settings = ["x64", "a mesh", "strict promotion", "no jit"]
+
+    def run(setting):
+        with OTHER[setting]():
+            out = dspark.generate(small_model, PROMPT, 12, "block", stop_token_ids=[])
+            return out.tokens, jnp.arange(2).dtype
+
+    with concurrent.futures.ThreadPoolExecutor(len(settings)) as threads:
+        done = list(threads.map(run, settings * 3))
+    for setting, (tokens, dtype) in zip(settings * 3, done, strict=True):
+        assert np.array_equal(tokens, as_usual[0])
+        assert dtype == (np.int64 if setting == "x64" else np.int32)
 
 
 def test_between_the_events_of_a_stream_the_setting_is_the_callers(small_model):
