@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax._version import __version__
 from dspark_jax.checkpoints.paths import no_file
+from dspark_jax.decode.identity import identity
 from dspark_jax.decode.steps import new_cache
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading.load import Model
@@ -101,18 +101,7 @@ def _checksum(about: dict, arrays: dict) -> str:
 
 def _made_by(model: Model) -> dict:
     """What the numbers in a cache depend on."""
-    vectors = [leaf for leaf in jax.tree.leaves(model.split[1]) if leaf.size < 1 << 16]
-    weights = 0
-    for leaf in fetch(model.mesh, vectors):
-        weights = zlib.crc32(np.asarray(leaf).tobytes(), weights)
-    return {
-        "version of dspark-jax": __version__,
-        "config": zlib.crc32(repr(model.config).encode()),
-        "weights": weights,
-        "dtype": model.numerics.dtype,
-        "activation_quant": model.numerics.activation_quant,
-        "most rows of a call (prefill_chunk)": model.limits.rows,
-    }
+    return identity(model) | {"most rows of a call (prefill_chunk)": model.limits.rows}
 
 
 def _require_same(path, then: dict, now: dict) -> None:
