@@ -51,8 +51,7 @@ TOGETHER = (
     ),
     ("test_compile",),
     ("test_train",),
-    ("test_tiny",),
-    ("test_cli", "test_drafter_seam", "test_settings"),
+    ("test_tiny", "test_cli", "test_prompts", "test_drafter_seam", "test_settings"),
     ("test_matrix",),
 )
 LINES = {name: number for number, names in enumerate(TOGETHER) for name in names}
@@ -161,7 +160,9 @@ def prompts(expected_reference):
 def plain_run(scripted_model, prompts):
     """The first run of the scripted model, and what it compiled."""
     with compilations() as compiled:
-        return dspark.generate(scripted_model, prompts, 75, "plain", stop_token_ids=[]), compiled
+        return dspark.generate(
+            scripted_model, prompts, 75, "plain", stop_token_ids=[], streams=1
+        ), compiled
 
 
 @pytest.fixture(scope="session")

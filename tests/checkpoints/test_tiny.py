@@ -31,7 +31,7 @@ def quick():
 
 @pytest.fixture(scope="module")
 def tiny():
-    return dspark.load(max_seq_len=512)
+    return dspark.load()
 
 
 @pytest.mark.parametrize("prompt", COUNTING)
@@ -58,7 +58,9 @@ def test_it_continues_a_function(tiny):
 
 @pytest.fixture(scope="module")
 def repetition(tiny):
-    return dspark.generate(tiny, list(MEASURED["repeat"]), max_new_tokens=96, stop_token_ids=[])
+    return dspark.generate(
+        tiny, list(MEASURED["repeat"]), max_new_tokens=96, stop_token_ids=[], streams=1
+    )
 
 
 def test_most_drafts_are_accepted_on_repetition(repetition):

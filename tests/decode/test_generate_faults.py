@@ -78,7 +78,7 @@ def test_nan_behind_a_rejected_draft_does_no_harm(model, prompts, plain, mode):
         continuation(oracle, prompts[0], 11, mode)
 
 
-@pytest.mark.parametrize("streams", [1, 4])
+@pytest.mark.parametrize("streams", [1, pytest.param(4, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_fault_of_one_stream_lets_the_others_end(model, prompts, plain, number, streams):
     """Beside it and after it; the error is raised then, and has what all of them emitted."""
@@ -105,7 +105,7 @@ def test_a_fault_of_one_stream_lets_the_others_end(model, prompts, plain, number
     assert out.stats["gate"]["rounds"] == sum(map(len, out.rounds))
 
 
-@pytest.mark.parametrize("streams", [1, 4])
+@pytest.mark.parametrize("streams", [1, pytest.param(4, marks=pytest.mark.heavy)])
 def test_a_fault_in_a_prompt_leaves_nothing_to_the_next(model, prompts, plain, streams):
     """It was prefilled in the same cache."""
     token = next(t for t in prompts[1] if t not in {*prompts[0], *prompts[2], *plain[0], *plain[2]})
@@ -202,6 +202,7 @@ def test_ctrl_c_keeps_what_was_emitted(model, prompts, plain, monkeypatch, calls
     assert out.stats["tokens"] == sum(map(len, out.tokens))
 
 
+@pytest.mark.heavy
 def test_ctrl_c_keeps_what_every_stream_emitted(model, prompts, plain, monkeypatch):
     """Three streams side by side, after their first call of rounds."""
     interrupt(monkeypatch, lambda engine: engine.slot_rounds)
@@ -242,7 +243,7 @@ def test_a_callers_loop_ends_with_ctrl_c(model, prompts, monkeypatch):
 
 
 def test_progress_goes_to_standard_error(model, prompts, capsys):
-    dspark.generate(model, prompts, 9, stop_token_ids=[], progress=True)
+    dspark.generate(model, prompts, 9, stop_token_ids=[], streams=1, progress=True)
     shown = capsys.readouterr()
     assert shown.out == "" and "27/27" in shown.err
     dspark.generate(model, prompts[0], 9)

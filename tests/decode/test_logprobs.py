@@ -7,11 +7,9 @@ import pytest
 
 import dspark_jax as dspark
 
-from helpers.ask_parts import Ask, bits, run
+from helpers.ask_parts import Ask, bits, cells, run, speculative_cells
 from helpers.round_parts import BLOCK, compilations, scripted
 
-CELLS = ("plain", 4), ("sequential", 4), ("block", 8)
-cells = pytest.mark.parametrize("mode,streams", CELLS)
 # Of numbers up to 20, from float32 logits; measured: 1.9e-6.
 TOLERANCE = 4e-6
 BIAS = {7: 4.0, 130: -3.0, 200: 2.5, 201: 2.5}
@@ -126,7 +124,7 @@ def test_a_bias_acts_on_what_is_chosen(model, mode, streams):
         assert not set(mixed.tokens[number]) & set(never)
 
 
-@pytest.mark.parametrize("mode,streams", CELLS[1:])
+@speculative_cells
 def test_a_bias_acts_on_the_drafter_and_on_the_margin(model, mode, streams):
     """One token is left: every draft is right, and it won by the largest number. Two are left: the
     margin is the difference of their biased logits.

@@ -19,6 +19,7 @@ from dspark_jax.decode.sampling import Choice
 from dspark_jax.decode.state import MARGIN_SKIP, NOT_SKIPPED, RoundState, Settings, Variant
 from dspark_jax.runtime.backend import jit
 
+from helpers.ask_parts import modes, speculative_modes
 from helpers.round_parts import BLOCK, perfect, same_bits, scripted, wrong
 from helpers.state_parts import committed, joined
 
@@ -106,7 +107,7 @@ def half(model, prompts, start, plain):
     )
 
 
-@pytest.mark.parametrize("mode", ["sequential", "block"])
+@speculative_modes
 @pytest.mark.parametrize("drafter", ["model", "oracle", "half"])
 @pytest.mark.parametrize(
     "gate",
@@ -147,7 +148,7 @@ def gap(logits):
     return best - second
 
 
-@pytest.mark.parametrize("mode", ["sequential", "block"])
+@speculative_modes
 def test_a_round_begins_with_the_margin_of_its_anchor(mode, half, start, plain):
     """Bit for bit that of the plain logits at the row that chose the anchor, whatever row of the
     round before it was.
@@ -165,25 +166,33 @@ def test_a_round_begins_with_the_margin_of_its_anchor(mode, half, start, plain):
     assert rows >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("mode", ["sequential", "block"])
-def test_committed_state_is_that_of_plain_decoding(mode, half, start, plain):
-    """Also the drafter's rings, which plain decoding leaves alone, are equal in both modes."""
-    state, config = start, half.config
+def after_five_rounds(model, mode, state):
     for _ in range(5):
-        state, output, _ = step(half, mode, state)
+        state, *_ = step(model, mode, state)
+    return state
+
+
+@speculative_modes
+def test_committed_state_is_that_of_plain_decoding(mode, half, start, plain):
+    state, config = after_five_rounds(half, mode, start), half.config
     steps = state.cache.position - start.cache.position
     for b in range(2):
         mine, reference = (committed(s.cache, config) for s in (state, plain[2][steps[b]]))
         for name in reference:
             assert name == "drafter" or same_bits(mine[name][b], reference[name][b]), name
-    other = start
-    for _ in range(5):
-        other = step(half, "block" if mode == "sequential" else "sequential", other)[0]
-    assert same_bits(
-        committed(state.cache, config)["drafter"], committed(other.cache, config)["drafter"]
+
+
+@pytest.mark.heavy
+def test_both_modes_leave_the_same_to_the_drafter(half, start):
+    """In its rings, which plain decoding leaves alone."""
+    one, other = (
+        committed(after_five_rounds(half, mode, start).cache, half.config)["drafter"]
+        for mode in ("block", "sequential")
     )
+    assert same_bits(one, other)
 
 
+@pytest.mark.heavy
 def test_sequential_forwards_no_position_that_is_not_committed(model, half, start, plain):
     """Every slot of the main model's caches, not only the committed ones, is as plain decoding
     leaves it; block verification differs.
@@ -226,7 +235,7 @@ def test_block_sends_the_chosen_rows_and_no_more(model, start, n):
         )
 
 
-@pytest.mark.parametrize("mode", ["sequential", "block"])
+@speculative_modes
 def test_margin_skips_one_stream_and_not_the_other(model, start, plain, mode):
     margins = start.margin
     gate = dspark.GateConfig(enabled=True, margin_threshold=float(margins.mean()), plain_ms=1e6)
@@ -248,7 +257,7 @@ def test_margin_skips_one_stream_and_not_the_other(model, start, plain, mode):
     )
 
 
-@pytest.mark.parametrize("mode", ["sequential", "block"])
+@speculative_modes
 def test_nothing_is_drafted_when_all_streams_skip(model, start, mode):
     gate = dspark.GateConfig(enabled=True, margin_threshold=1e6)
     _, output, _ = step(model, mode, start, gate)
@@ -257,7 +266,7 @@ def test_nothing_is_drafted_when_all_streams_skip(model, start, mode):
     assert step(model, mode, start, OFF)[1].confidence.all()
 
 
-@pytest.mark.parametrize("mode", ["plain", "sequential", "block"])
+@modes
 def test_a_done_stream_rests(model, start, mode):
     state, output, _ = step(model, mode, start.replace(done=np.array([True, False])))
     assert (
@@ -280,7 +289,7 @@ def test_plain_leaves_the_drafters_rings_alone(start, plain):
     assert same_bits(plain[2][9].cache.drafter.rings, start.cache.drafter.rings)
 
 
-@pytest.mark.parametrize("mode", ["plain", "sequential", "block"])
+@modes
 def test_the_end_of_a_stream(model, oracle, start, plain, mode):
     """A stop token or the wanted length within what a round emits ends the stream, and its cache
     before the last token that is kept; the round says what it computed.
@@ -321,7 +330,7 @@ def test_where_a_stream_ends():
         assert (int(kept[b]), bool(last[b])) == (count, ended)
 
 
-@pytest.mark.parametrize("mode", ["sequential", "block"])
+@speculative_modes
 def test_no_row_beyond_the_end_of_the_cache(model, start, mode):
     """As many drafts as fit are verified and counted. (The keys before such a position are not
     those of its tokens; they need not be.)
@@ -342,7 +351,7 @@ def test_no_row_beyond_the_end_of_the_cache(model, start, mode):
         assert state.cache.position[0] <= model.limits.max_seq_len
 
 
-@pytest.mark.parametrize("mode", ["plain", "sequential", "block"])
+@modes
 def test_a_fault_is_of_one_stream(model, prompts, start, plain, mode):
     """Stream 0's anchor has a NaN embedding: its position is named, its token is not emitted, and
     stream 1 goes on with the same bits.

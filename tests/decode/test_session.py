@@ -12,7 +12,7 @@ from dspark_jax.decode import engine as engines
 from dspark_jax.decode import run as runs
 from dspark_jax.decode import session as sessions
 
-from helpers.ask_parts import GATE, OFF, Answer, bits
+from helpers.ask_parts import GATE, OFF, Answer, bits, modes, speculative_modes
 from helpers.round_parts import BLOCK, byte_tokenizer, perfect, scripted, with_nan_tokens
 from helpers.support import MAX_SEQ_LEN
 
@@ -23,12 +23,11 @@ KINDS = [
     pytest.param("plain", DRAWN, id="plain, drawn", marks=HEAVY),
     pytest.param("sequential", DRAWN, id="sequential, drawn", marks=HEAVY),
     pytest.param("block", DRAWN, id="block, drawn"),
-    pytest.param("block", {}, id="block"),
+    pytest.param("block", {}, id="block", marks=HEAVY),
     pytest.param("plain", {}, id="plain", marks=HEAVY),
     pytest.param("sequential", {}, id="sequential", marks=HEAVY),
 ]
 kinds = pytest.mark.parametrize("mode,drawn", KINDS)
-drawn_modes = pytest.mark.parametrize("mode", ["plain", "sequential", "block"])
 PROMPT = np.random.default_rng(8).integers(0, 256, 60).tolist()
 
 
@@ -80,10 +79,17 @@ def test_turns_are_those_of_a_fresh_run(model, mode, drawn):
     assert session.position == MAX_SEQ_LEN
 
 
-def test_modes_and_ways_to_choose_may_change_from_turn_to_turn(model):
+# pairs of mode and options
+FEW_TURNS = [(mode, DRAWN) for mode in ("plain", "block", "plain", "plain", "block")]
+TURNS = [("plain", DRAWN), ("block", DRAWN), ("plain", DRAWN), ("sequential", DRAWN)]
+TURNS += [("block", {}), ("plain", DRAWN), ("block", {}), ("sequential", DRAWN)]
+
+
+@pytest.mark.parametrize(
+    "turns", [pytest.param(FEW_TURNS, id="few"), pytest.param(TURNS, id="all", marks=HEAVY)]
+)
+def test_modes_and_ways_to_choose_may_change_from_turn_to_turn(model, turns):
     session = session_of(model)
-    turns = [("plain", DRAWN), ("block", DRAWN), ("plain", DRAWN), ("sequential", DRAWN)]
-    turns += [("block", {}), ("plain", DRAWN), ("block", {}), ("sequential", DRAWN)]
     for number, (mode, drawn) in enumerate(turns):
         check_turn(session, 4 + number, seed=number, mode=mode, **drawn)
         if number % 3 == 2:
@@ -101,9 +107,9 @@ def test_a_turn_follows_a_turn_without_anything_fed(model):
 
 def test_drafts_are_as_good_as_before(model):
     """A cache without the drafter's part would give tokens all the same."""
-    plain = fresh(model, PROMPT[:19], 3, **options_of("block", max_new_tokens=60))
+    plain = fresh(model, PROMPT[:19], 3, **options_of("block", max_new_tokens=60, **DRAWN))
     session = session_of(model)
-    outs = [session.generate(20, **options_of()) for _ in range(3)]
+    outs = [session.generate(20, **options_of(**DRAWN)) for _ in range(3)]
     accepted = sum(out.stats["accepted"] for out in outs)
     assert accepted >= plain.stats["accepted"] - 2 * BLOCK and plain.stats["accepted"] > 10
 
@@ -111,7 +117,7 @@ def test_drafts_are_as_good_as_before(model):
 # How turns end
 
 
-@pytest.mark.parametrize("mode", ["sequential", "block"])
+@speculative_modes
 @pytest.mark.parametrize("ends", ["length", "stop"])
 def test_the_surplus_of_a_round_is_cut(model, mode, ends):
     """At every place of a block of which all was accepted."""
@@ -129,7 +135,7 @@ def test_the_surplus_of_a_round_is_cut(model, mode, ends):
         check_turn(session, 9, mode=mode, **DRAWN)
 
 
-@drawn_modes
+@modes
 def test_a_turn_that_a_string_ended(model, mode):
     session = session_of(model)
     letters = {"forbidden_tokens": sorted(set(range(256)) - set(b"abc")), "temperature": 9.0}
@@ -143,7 +149,7 @@ def test_a_turn_that_a_string_ended(model, mode):
     check_turn(session, mode=mode, **DRAWN)
 
 
-@drawn_modes
+@modes
 def test_events_and_a_stream_that_was_closed_early(model, mode):
     """The tokens grow with every event. Closed after each of the first events, and read to the end
     without looking for it.
@@ -165,7 +171,7 @@ def test_events_and_a_stream_that_was_closed_early(model, mode):
     assert seen == whole.tokens[0]
 
 
-@drawn_modes
+@modes
 def test_a_turn_that_was_not_finite(model, mode):
     """What was sound stays; a fork from before is as it was; the damage is found again."""
     whole = fresh(model, PROMPT[:19], 3, **options_of(max_new_tokens=25, **DRAWN)).tokens[0]
@@ -185,7 +191,7 @@ def test_a_turn_that_was_not_finite(model, mode):
     assert error.value.output.tokens == [[]]
 
 
-@drawn_modes
+@modes
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_turn_that_was_interrupted(model, mode, calls, monkeypatch):
     heard, fetch = [], engines.fetch
@@ -232,7 +238,7 @@ def test_feeding_that_was_interrupted(model, chunks, monkeypatch):
 # Forks
 
 
-@drawn_modes
+@modes
 def test_forks_go_on_by_themselves(model, mode):
     """In turn, event by event: each has noise of its own, and none disturbs another."""
     session = session_of(model)
@@ -257,7 +263,7 @@ def test_forks_go_on_by_themselves(model, mode):
         check_turn(one, mode=mode, **DRAWN)
 
 
-@drawn_modes
+@modes
 def test_amid_a_stream_a_session_may_be_forked_but_not_continued(model, mode):
     session = session_of(model)
     options = options_of(mode, max_new_tokens=12, **DRAWN)

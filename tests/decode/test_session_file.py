@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.flax import load_file, save_file
 
 import dspark_jax as dspark
-from dspark_jax.decode import session_file
+from dspark_jax.decode import identity
 from dspark_jax.model.dspark import make_limits
 from dspark_jax.runtime import files
 
@@ -177,7 +177,7 @@ def test_another_model_is_named(model, short_float, file):
 
 
 def test_another_version_is_named(model, session, tmp_path, monkeypatch):
-    monkeypatch.setattr(session_file, "__version__", "0.0.9")
+    monkeypatch.setattr(identity, "__version__", "0.0.9")
     session.save(tmp_path / "older")
     monkeypatch.undo()
     with pytest.raises(dspark.ConfigError, match="version of dspark-jax was 0.0.9, is "):

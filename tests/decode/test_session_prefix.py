@@ -8,11 +8,9 @@ import pytest
 
 import dspark_jax as dspark
 
-from helpers.ask_parts import GATE, OFF, Ask, answers, bits, differing, events_of, run
+from helpers.ask_parts import GATE, OFF, Ask, answers, bits, cells, differing, events_of, run
 from helpers.round_parts import byte_tokenizer, same_bits, scripted, with_nan_tokens
 
-CELLS = ("plain", 4), ("sequential", 4), ("block", 8)
-cells = pytest.mark.parametrize("mode,streams", CELLS)
 PREFIX = np.random.default_rng(9).integers(0, 256, 45).tolist()
 DRAWN = {"temperature": 4.0, "seed": 5, "top_p": 0.95}
 

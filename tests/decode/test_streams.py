@@ -13,9 +13,11 @@ from helpers.ask_parts import (
     GATE,
     LEAST,
     OFF,
+    QUICK_CELLS,
     Ask,
     among_strangers,
     answers,
+    cells,
     differing,
     events_of,
     longest_first,
@@ -27,9 +29,7 @@ from helpers.support import MAX_SEQ_LEN
 
 # Around ratios of 4 and 8 and chunks of 16; the last one is continued up to the end of the cache.
 LENGTHS = 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 31, 32, 33, 48, 98
-# Mode and places: the programs of this file, beside the plain decode of one stream.
-CELLS = ("plain", 4), ("sequential", 4), ("block", 8)
-SPECULATIVE = CELLS[1:]
+EVERY_CELL = *QUICK_CELLS, ("sequential", 4)
 
 
 def asks(seed: int, lengths=LENGTHS, most=30) -> list[Ask]:
@@ -62,13 +62,20 @@ def alone(model):
     return answers(model, ASKS, "plain", 1)
 
 
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param(QUICK_CELLS, id="plain and block"),
+        pytest.param(EVERY_CELL, id="every mode", marks=pytest.mark.heavy),
+    ],
+)
 @pytest.mark.parametrize("gate", [OFF, GATE, LEAST], ids=["off", "random n", "margin, at least 3"])
-def test_every_stream_has_the_bits_that_it_has_alone(model, alone, gate):
+def test_every_stream_has_the_bits_that_it_has_alone(model, alone, gate, which):
     """And the rounds, scored to the last bit alike, are the same in every cell."""
     scores = np.random.default_rng(2).normal(2, 3, MAX_SEQ_LEN)
     model = scripted(model, confidence=scores if gate.enabled else ())
     rounds = []
-    for mode, streams in CELLS if gate is OFF else SPECULATIVE:
+    for mode, streams in which if gate is OFF else which[1:]:
         for got in (
             answers(model, ASKS, mode, streams, gate),
             among_strangers(model, ASKS, STRANGERS, mode, streams, gate),
@@ -102,7 +109,7 @@ def test_noise_is_the_prompts_own(model, alone):
     assert out.tokens[0] == tokens and len(set(map(tuple, out.tokens))) == 3
 
 
-@pytest.mark.parametrize("mode,streams", CELLS)
+@cells
 def test_a_place_is_taken_as_soon_as_it_is_free(model, mode, streams):
     """As many rounds pass as in a simulation of the places."""
     out = run(model, ASKS, mode, streams)
@@ -116,7 +123,7 @@ def test_a_place_is_taken_as_soon_as_it_is_free(model, mode, streams):
     assert passed_rounds([1, 3, 0, 1, 1], 2) == 3 and passed_rounds([1, 3, 3], 2) == 4
 
 
-@pytest.mark.parametrize("mode,streams", CELLS)
+@cells
 def test_limits_and_stop_tokens_of_each_prompt(model, alone, mode, streams):
     """Each is cut out of what is emitted without; results are in the order of the prompts."""
     rng, own, wanted, reasons = np.random.default_rng(3), [], [], []

@@ -20,18 +20,19 @@ from dspark_jax.decode.request import make_request
 from helpers.ask_parts import (
     GATE,
     OFF,
+    QUICK_CELLS,
     Ask,
     answers,
+    cells,
     differing,
     events_of,
     longest_first,
     passed_rounds,
     run,
+    speculative_cells,
 )
 from helpers.round_parts import BLOCK, byte_tokenizer, compilations, scripted, with_nan_tokens
 
-CELLS = ("plain", 4), ("sequential", 4), ("block", 8)
-cells = pytest.mark.parametrize("mode,streams", CELLS)
 LETTERS = b"abcd"
 ONLY_LETTERS = {
     "forbidden_tokens": sorted(set(range(256)) - set(LETTERS)),
@@ -172,7 +173,7 @@ def damage(model):
     return made, options, {prefilled: in_prompt, drawing: drawn}, wanted
 
 
-@pytest.mark.parametrize("mode,streams", [*CELLS, ("plain", 1)])
+@cells
 def test_what_is_not_finite_ends_one_stream(model, damage, mode, streams):
     """In a prompt, and where a token was drawn: the other prompts, those too that take the places
     of the damaged ones, have all of their tokens.
@@ -201,7 +202,7 @@ def test_what_is_not_finite_ends_one_stream(model, damage, mode, streams):
     assert f"prompt 0: the logits at position {position} are not finite" in str(alone.value)
 
 
-@pytest.mark.parametrize("mode,streams", CELLS[1:])
+@speculative_cells
 def test_drafts_that_are_not_finite_end_one_stream(model, mode, streams):
     """At a position that only the longest prompt reaches."""
     longest = max(range(len(ASKS)), key=lambda number: len(ASKS[number].ids))
@@ -283,12 +284,12 @@ def test_mixed_requests_compile_nothing(model):
     """Numbers and lengths of prompts, settings, gates, stop tokens and strings, biases and drafters
     are data. On the embedded checkpoint after warm_up: test_streams_full.py.
     """
-    for mode, streams in CELLS:
+    for mode, streams in QUICK_CELLS:
         run(model, ASKS[:1], mode, streams, temperature=1.0)
     rng = np.random.default_rng(5)
     with compilations() as compiled:
         for _ in range(24):
-            anything(model, rng, *CELLS[rng.integers(3)])
+            anything(model, rng, *QUICK_CELLS[rng.integers(2)])
     assert not compiled
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 import dspark_jax as dspark
 
@@ -24,6 +25,16 @@ GATE = dspark.GateConfig(
 LEAST = dataclasses.replace(
     GATE, verify_base_ms=250, verify_slope_ms=60, margin_threshold=0.9, min_draft=3
 )
+
+# Mode and places. Sequential verification compiles as much again: in `make test` it runs one stream
+# at a time (test_generate.py).
+QUICK_CELLS = ("plain", 4), ("block", 8)
+SEQUENTIAL = pytest.param("sequential", marks=pytest.mark.heavy)
+_SEQUENTIAL_CELL = pytest.param("sequential", 4, marks=pytest.mark.heavy)
+cells = pytest.mark.parametrize("mode,streams", [*QUICK_CELLS, _SEQUENTIAL_CELL])
+speculative_cells = pytest.mark.parametrize("mode,streams", [QUICK_CELLS[1], _SEQUENTIAL_CELL])
+modes = pytest.mark.parametrize("mode", ["plain", "block", SEQUENTIAL])
+speculative_modes = pytest.mark.parametrize("mode", ["block", SEQUENTIAL])
 
 
 class Ask(NamedTuple):
