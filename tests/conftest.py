@@ -41,7 +41,14 @@ TOGETHER = (
     ),
     ("test_generate", "test_generate_faults"),
     ("test_goldens_reference", "test_state_bounds", "test_state_streams", "test_storage"),
-    ("test_drafter", "test_goldens_float", "test_layers", "test_nan_weights", "test_sequence"),
+    (
+        "test_drafter",
+        "test_drafter_tensors",
+        "test_goldens_float",
+        "test_layers",
+        "test_nan_weights",
+        "test_sequence",
+    ),
     (
         "test_convert",
         "test_convert_processes",
@@ -51,7 +58,15 @@ TOGETHER = (
     ),
     ("test_compile",),
     ("test_train",),
-    ("test_tiny", "test_cli", "test_prompts", "test_drafter_seam", "test_settings"),
+    (
+        "test_tiny",
+        "test_cli",
+        "test_record",
+        "test_prompts",
+        "test_prompts_resume",
+        "test_drafter_seam",
+        "test_settings",
+    ),
     ("test_matrix",),
 )
 LINES = {name: number for number, names in enumerate(TOGETHER) for name in names}

@@ -299,3 +299,22 @@ def rings_of(keys, case):
         if position <= case.start:
             rings[:, :, position % 16] = np.asarray(keys)[:, :, i]
     return rings
+
+
+def draft_of(model, expected, runner=run, change=None, **inputs):
+    """Golden draft case 1 (seed at 31, anchor at 32) from its captured hidden: a NumPy Draft
+    without batch axis, and routing.
+    """
+    case = draft_case(expected, 1)
+    given = (
+        dict(
+            hidden=case.hidden[None],
+            positions=case.positions[None].astype(np.int32),
+            token=case.token,
+        )
+        | inputs
+    )
+    draft, chosen = runner(
+        draft_from_hidden, model.config, with_values(model.module, change or {}), *given.values()
+    )
+    return jax.tree.map(lambda a: a[0], draft), chosen[:, 0]

@@ -15,6 +15,7 @@ from helpers import official_table
 from helpers.support import GOLDENS
 
 # Vocabulary, draft block, window and stop token are the golden model's.
+PROMPT = "Ab \u00e9"  # of its tokenizer of single bytes
 CONFIG = dataclasses.replace(
     ModelConfig.from_file(GOLDENS),
     num_hidden_layers=1,
