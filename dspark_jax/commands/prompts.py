@@ -76,6 +76,8 @@ def _check_what_is_written(args: argparse.Namespace) -> None:
             raise ConfigError("--resume goes with --output, the file whose results are kept")
         return
     asking.check_file("--output", args.output)
+    if args.prompts != prompts_file.STANDARD_INPUT:
+        results_file.require_other_file(args.output, args.prompts)
     if not args.resume:
         results_file.require_empty(args.output)
 

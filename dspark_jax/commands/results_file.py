@@ -84,8 +84,8 @@ def _require_same(where: str, result: dict, keys: dict[int, str]) -> None:
         )
     if result["key"] != keys[number]:
         raise ConfigError(
-            f"{where}: computed for another prompt, or with other settings, than line {number} of "
-            "the prompts has now; name another file, or ask for what was asked before"
+            f"{where}: computed for another prompt, id or settings than line {number} of the "
+            "prompts has now; name another file, or ask for what was asked before"
         )
 
 
@@ -97,6 +97,13 @@ def require_empty(path: str) -> None:
             f"--output {path}: there is something in it already; go on with --resume, or name "
             "another file"
         )
+
+
+def require_other_file(path: str, prompts: str) -> None:
+    """Raises ConfigError where the results would take the place of the prompts."""
+    target, source = files.real_path(path), files.real_path(prompts)
+    if target.is_file() and source.is_file() and target.samefile(source):
+        raise ConfigError(f"--output {path}: this is the file of --prompts; name another one")
 
 
 def require_same_model(path: str, kept: dict[int, Kept], model: str) -> None:

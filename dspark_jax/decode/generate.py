@@ -13,7 +13,7 @@ from dspark_jax.decode.gate_config import GateConfig
 from dspark_jax.decode.request import Request, make_request
 from dspark_jax.decode.run import GenerateOutput, Run
 from dspark_jax.errors import Interrupted
-from dspark_jax.loading.load import Model
+from dspark_jax.loading.load import Model, require_model
 
 __all__ = ["GenerateOutput", "StreamEvent", "generate", "stream"]
 
@@ -101,6 +101,7 @@ def generate(
         prompts run to their ends first, and what was emitted is in its `.output`.
       Interrupted: Ctrl-C. It is a KeyboardInterrupt, and what was emitted is in its `.output`.
     """
+    require_model(model, "generate")
     request = make_request(
         model,
         prompts,
@@ -159,6 +160,7 @@ def stream(
     The request is checked, and programs are compiled, when this is called and not at the first
     event. Closing the iterator ends all streams.
     """
+    require_model(model, "stream")
     request = make_request(
         model,
         prompts,

@@ -162,8 +162,8 @@ def _columns(asked: Options, count: int | None, vocabulary: int | None) -> dict[
             return [checked(name, value)] * (1 if count is None else count)
         if count is not None and len(value) != count:
             raise ConfigError(
-                f"{name}: {_of(len(value), 'value')} for {_of(count, 'prompt')}; give one for all "
-                "prompts, or one for each"
+                f"{name}: {counted(len(value), 'value')} for {counted(count, 'prompt')}; give "
+                "one for all prompts, or one for each"
             )
         return [checked(f"{name} of prompt {i}", plain(each)) for i, each in enumerate(value)]
 
@@ -349,5 +349,5 @@ def shown(value) -> str:
         return f"an integer {bits}"
 
 
-def _of(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"

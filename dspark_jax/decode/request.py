@@ -10,7 +10,7 @@ import numpy as np
 
 from dspark_jax.decode import options
 from dspark_jax.decode.gate_config import FLOAT32_TINY, GateConfig
-from dspark_jax.decode.options import Checked, Options, all_ids, check_text, plain, shown
+from dspark_jax.decode.options import Checked, Options, all_ids, check_text, counted, plain, shown
 from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.loading.load import Model
 from dspark_jax.runtime.sharding import DATA
@@ -125,6 +125,8 @@ def encode(model: Model, prompts, begins: bool = True) -> list[list[int]]:
     prompts = plain(prompts)
     if isinstance(prompts, str):
         prompts = [prompts]
+    if isinstance(prompts, range):
+        prompts = list(prompts)
     if not isinstance(prompts, (list, tuple)):
         raise PromptError(
             "prompts: expected a string, strings, token ids or lists of token ids, got "
@@ -190,9 +192,10 @@ def _check_prompt(model: Model, i: int, prompt: Prompt, before: int) -> None:
     require_ids(f"prompt {i}", ids, vocabulary)
     most = model.limits.max_seq_len
     if before + len(ids) + prompt.max_new_tokens > most:
-        prefix = f"a prefix of {before} tokens, " if before else ""
+        held = [f"a prefix of {counted(before, 'token')}"] if before else []
+        held += [counted(len(ids), "token")] if ids else []
         raise PromptError(
-            f"prompt {i}: {prefix}{len(ids)} tokens and max_new_tokens "
+            f"prompt {i}: {', '.join(held)} and max_new_tokens "
             f"{shown(prompt.max_new_tokens)} together exceed max_seq_len {most}; "
             "ask for fewer tokens or load with a larger max_seq_len"
         )
@@ -225,7 +228,7 @@ def _outside(token: int, at: int, vocabulary: int) -> str:
 
 
 def _warn_beyond_positions(model: Model, length: int) -> None:
-    """It runs and stays exact, but what a model writes behind the context that it was made for is
+    """It runs and stays exact, but what a model writes beyond the context that it was made for is
     rarely of use.
     """
     most = model.config.max_position_embeddings
@@ -233,7 +236,7 @@ def _warn_beyond_positions(model: Model, length: int) -> None:
         warnings.warn(
             f"prompt and max_new_tokens come to {length} tokens, the model was made for "
             f"max_position_embeddings = {most}: "
-            "expect poor text behind that",
+            "expect poor text after that",
             stacklevel=4,
         )
 

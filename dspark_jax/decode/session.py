@@ -10,8 +10,10 @@ what comes next.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -20,7 +22,7 @@ import numpy as np
 
 from dspark_jax.decode import session_file
 from dspark_jax.decode.generate import GenerateOutput, StreamEvent, completed, events
-from dspark_jax.decode.options import SEEDS
+from dspark_jax.decode.options import SEEDS, Options
 from dspark_jax.decode.programs import programs
 from dspark_jax.decode.request import encode, make_request, require_ids
 from dspark_jax.decode.run import Run
@@ -31,7 +33,11 @@ from dspark_jax.errors import ConfigError, PromptError
 from dspark_jax.loading.load import Model, require_model
 from dspark_jax.model.cache import Cache
 from dspark_jax.runtime.interrupts import deferred_interrupts
+from dspark_jax.runtime.scalars import whole_number
 from dspark_jax.runtime.settings import own_settings
+
+# Options of `dspark.generate` that a turn of a session may have, beside those that it names.
+OPTIONS = {field.name for field in dataclasses.fields(Options)} - {"max_new_tokens", "seed"}
 
 
 class Session:
@@ -53,13 +59,13 @@ class Session:
 
     def __init__(self, model: Model, seed: int = 0):
         require_model(model, "Session")
-        _check_seed(seed)
-        self.model, self.seed, self.tokens = model, int(seed), []
+        self.model, self.seed, self.tokens = model, _checked(seed), []
         self.cache: Cache | None = None
         self._computed = 0  # tokens that the cache holds
-        # Of the whole family of forks: those that are alive, and the seeds that none of them has.
+        # Of the whole family of forks: those that are alive, and all seeds that there were.
         self._family = weakref.WeakSet([self])
-        self._next_seed = itertools.count(self.seed + 1)
+        self._seeds = [self.seed]
+        self._in_use = threading.Lock()
         self._events_of: weakref.ref | None = None  # the iterator that `stream` gave last
 
     @property
@@ -85,13 +91,14 @@ class Session:
         self._require_no_stream("feed")
         ids = self._encoded(prompt)
         most = self.model.limits.max_seq_len
-        if self.position + len(ids) > most:
-            raise PromptError(
-                f"feed: {len(ids)} tokens after the {self.position} of this session do not fit "
-                f"into max_seq_len {most}; load with a larger one, or begin a new session"
-            )
-        self.tokens += ids
-        self._compute(self.position - 1)
+        with self._by_itself("feed"):
+            if self.position + len(ids) > most:
+                raise PromptError(
+                    f"feed: {len(ids)} tokens after the {self.position} of this session do not "
+                    f"fit into max_seq_len {most}; load with a larger one, or begin a new session"
+                )
+            self.tokens += ids
+            self._compute(self.position - 1)
         return self
 
     def generate(
@@ -103,12 +110,13 @@ class Session:
         Returns a GenerateOutput with one entry. Raises as `dspark.generate` does, and ConfigError
         amid a stream; what was emitted before stays in the session.
         """
-        run = self._run(False, max_new_tokens=max_new_tokens, seed=seed, **options)
-        before = self.position
-        try:
-            return completed(run, progress)
-        finally:
-            self._adopt(run, before)
+        with self._by_itself("generate"):
+            run = self._run("generate", max_new_tokens=max_new_tokens, seed=seed, **options)
+            before = self.position
+            try:
+                return completed(run, progress)
+            finally:
+                self._adopt(run, before)
 
     def stream(
         self, max_new_tokens: int = 128, seed: int | None = None, **options
@@ -117,10 +125,11 @@ class Session:
         event; closing the iterator ends it there. Until it has ended the session may be forked and
         saved as it is by then, but not continued otherwise.
         """
-        run = self._run(True, max_new_tokens=max_new_tokens, seed=seed, **options)
-        run.compile()
-        events = self._events(run, self.position)
-        self._events_of = weakref.ref(events)
+        with self._by_itself("stream"):
+            run = self._run("stream", max_new_tokens=max_new_tokens, seed=seed, **options)
+            run.compile()
+            events = self._events(run, self.position)
+            self._events_of = weakref.ref(events)
         return events
 
     def _events(self, run: Run, before: int) -> Iterator[StreamEvent]:
@@ -134,13 +143,19 @@ class Session:
 
     def fork(self, seed: int | None = None) -> Session:
         """A session with the same tokens, which goes on by itself; what is computed is shared.
-        seed: None: one that no other fork of this family has.
+        seed: None: the next one that no session of this family has had. (One that was loaded from
+        a file begins a family of its own.)
         """
-        other = Session(self.model, next(self._next_seed) % SEEDS if seed is None else seed)
+        other = Session(self.model, self._next_seed() if seed is None else seed)
         other.tokens, other._computed = list(self.tokens), self._computed
-        other.cache, other._next_seed, other._family = self.cache, self._next_seed, self._family
+        other.cache, other._seeds, other._family = self.cache, self._seeds, self._family
         self._family.add(other)
+        self._seeds.append(other.seed)
         return other
+
+    def _next_seed(self) -> int:
+        later = ((self._seeds[0] + n) % SEEDS for n in itertools.count(1))
+        return next(seed for seed in later if seed not in self._seeds)
 
     def save(self, path) -> None:
         """Writes it to a safetensors file; what was there is replaced once the new one is whole.
@@ -170,6 +185,17 @@ class Session:
         require_ids("feed", encoded[0], self.model.config.vocab_size)
         return encoded[0]
 
+    @contextlib.contextmanager
+    def _by_itself(self, what: str) -> Iterator[None]:
+        if not self._in_use.acquire(blocking=False):
+            raise ConfigError(
+                f"{what}: another thread is using this session; give each thread a fork()"
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
     def _require_no_stream(self, what: str) -> None:
         events = self._events_of and self._events_of()
         if events is not None and events.gi_frame is not None:
@@ -178,15 +204,23 @@ class Session:
                 "close() them, or go on with a fork()"
             )
 
-    def _run(self, by_round: bool, seed, **options) -> Run:
-        self._require_no_stream("stream" if by_round else "generate")
+    def _run(self, what: str, max_new_tokens, seed, **options) -> Run:
+        self._require_no_stream(what)
+        for name in options.keys() - OPTIONS:
+            raise TypeError(f"Session.{what}() got an unexpected keyword argument {name!r}")
         if not self.tokens:
             raise PromptError("this session is empty: feed it at least one token first")
-        seed = self.seed if seed is None else seed
-        _check_seed(seed)
-        request = make_request(self.model, [[]], prefix=self, seed=[int(seed)], **options)
+        if options.get("prompt_logprobs"):
+            raise ConfigError(
+                "prompt_logprobs: a turn of a session has no prompt of its own; for those of its "
+                "tokens use dspark.generate(model, session.tokens, prompt_logprobs=True)"
+            )
+        options["seed"] = [self.seed if seed is None else _checked(seed)]
+        options["max_new_tokens"] = max_new_tokens
+        request = make_request(self.model, [[]], prefix=self, **options)
         if request.streams != 1:
             raise ConfigError("streams: a session is one stream; use generate(..., prefix=session)")
+        by_round = what == "stream"
         return Run(self.model, request, by_round=by_round, with_text=by_round)
 
     def _adopt(self, run: Run, before: int) -> None:
@@ -241,6 +275,5 @@ def _chunk(part: list[int], size: int) -> Chunk:
     )
 
 
-def _check_seed(seed) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < SEEDS:
-        raise ConfigError(f"seed: {seed!r} is not an integer from 0 to {SEEDS - 1}")
+def _checked(seed) -> int:
+    return whole_number("seed", seed, 0, SEEDS - 1)

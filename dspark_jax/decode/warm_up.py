@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
+from dspark_jax.decode.options import plain
 from dspark_jax.decode.request import make_request
 from dspark_jax.decode.run import Run
-from dspark_jax.loading.load import Model
+from dspark_jax.loading.load import Model, require_model
+from dspark_jax.runtime.scalars import truth
 
 
 def warm_up(
     model: Model,
-    streams: int | Sequence[int] = 1,
+    streams: int | Collection[int] = 1,
     sampled: bool = False,
     logprobs: bool = False,
     mode: str = "block",
@@ -35,8 +37,10 @@ def warm_up(
 
     Raises ConfigError as `generate` does.
     """
-    seconds = 0.0
-    for count in streams if isinstance(streams, Sequence) else [streams]:
+    require_model(model, "warm_up")
+    sampled, logprobs = truth("sampled", sampled), truth("logprobs", logprobs)
+    streams, seconds = plain(streams), 0.0
+    for count in streams if isinstance(streams, Collection) else [streams]:
         request = make_request(
             model,
             [0],

@@ -1,5 +1,6 @@
 """Files that are written for the user: whole or not at all, where the user said."""
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -8,8 +9,12 @@ from dspark_jax.checkpoints.paths import expanded
 
 
 def real_path(path: str | Path) -> Path:
-    """Where a file would be written: "~" and links are followed."""
-    return Path(os.path.realpath(expanded(path)))
+    """Where a file would be written: "~" and links are followed, but for those that the kernel
+    alone can follow, as /dev/stdout where it is a pipe.
+    """
+    path = expanded(path)
+    target = Path(os.path.realpath(path))
+    return path if path.exists() and not target.exists() else target
 
 
 def check_writable(path: str | Path) -> None:
@@ -20,8 +25,9 @@ def check_writable(path: str | Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return
     unfinished = _unfinished(path)
-    unfinished.touch()
-    unfinished.unlink()
+    with _naming(path):
+        unfinished.touch()
+        unfinished.unlink()
 
 
 def _unfinished(path: Path) -> Path:
@@ -46,8 +52,18 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         return
     unfinished = _unfinished(path)
     try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
+        with _naming(path):
+            unfinished.write_bytes(content)
+            os.replace(unfinished, path)
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def _naming(path: Path):
+    """An OSError within is one of this path, whatever file beside it was being written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -208,6 +208,24 @@ def test_a_session_of_what_is_no_model(wrong, tmp_path):
         dspark.Session.load(wrong, tmp_path / "absent")
 
 
+@pytest.mark.parametrize("wrong", NOT_A_MODEL)
+@pytest.mark.parametrize("name", ["generate", "stream", "warm_up"])
+def test_a_request_of_what_is_no_model(name, wrong):
+    with pytest.raises(dspark.ConfigError, match=f"{name}: expected a model that dspark.load"):
+        getattr(dspark, name)(wrong, "hi")
+
+
+def test_a_warm_up_is_of_numbers_and_truth_values(golden_float):
+    for options, says in (
+        ({"sampled": 0.7}, "sampled: 0.7 is neither"),
+        ({"logprobs": "no"}, "logprobs: 'no' is neither"),
+        ({"streams": np.array([1, 0])}, "streams: 0 is not a positive integer"),
+        ({"streams": {-1}}, "streams: -1 is not a positive integer"),
+    ):
+        with pytest.raises(dspark.ConfigError, match=says):
+            dspark.warm_up(golden_float, **options)
+
+
 def test_what_is_no_cache(golden_float, caches):
     for wrong in (None, golden_float, caches[1].position, caches[1].layers, 5):
         said = f"expected a cache that .* returned, got a {type(wrong).__name__}"

@@ -205,4 +205,4 @@ def test_the_room_is_that_of_each_prompt():
         "prompt 1: 2 tokens and max_new_tokens 127 together exceed max_seq_len 128; ask for fewer "
         "tokens or load with a larger max_seq_len"
     )
-    assert "prompt 0: 1 tokens and max_new_tokens an int" in refused(max_new_tokens=10**5000)
+    assert "prompt 0: 1 token and max_new_tokens an int" in refused(max_new_tokens=10**5000)

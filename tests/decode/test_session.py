@@ -4,6 +4,7 @@ the same ids: tokens, log-probabilities, and every round, scored to the last bit
 
 import signal
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -287,6 +288,32 @@ def test_amid_a_stream_a_session_may_be_forked_but_not_continued(model, mode):
     check_turn(session, mode=mode, **DRAWN)
 
 
+def test_a_seed_is_given_to_one_session_of_a_family(model):
+    """Whatever seeds were asked for before."""
+    session = dspark.Session(model, seed=5)
+    given = [session.fork(seed=7), session.fork(seed=6)]
+    counted = [session.fork(), given[0].fork(), session.fork(seed=8), given[1].fork()]
+    assert [one.seed for one in counted] == [8, 9, 8, 10]
+    last = dspark.Session(model, seed=(1 << 32) - 1)
+    assert [last.fork().seed for _ in range(2)] == [0, 1]
+
+
+def test_a_session_is_of_one_thread_at_a_time(model):
+    """It would lose tokens, or compute with a cache that the other has given away."""
+    session = session_of(model)
+    options = options_of(max_new_tokens=5, **DRAWN)
+    with session._by_itself("generate"):  # another thread is in it
+        for what, use in (
+            ("feed", lambda: session.feed([1])),
+            ("generate", lambda: session.generate(**options)),
+            ("stream", lambda: session.stream(**options)),
+        ):
+            with pytest.raises(dspark.ConfigError, match=f"{what}: another thread is using this"):
+                use()
+    assert session.tokens == PROMPT[:19]
+    check_turn(session, **DRAWN)
+
+
 def test_a_fork_outlives_its_session(model):
     session = session_of(model)
     other = session.fork()
@@ -344,7 +371,7 @@ def test_a_session_that_is_full_or_empty(model):
     session = session_of(model, PROMPT + PROMPT)
     with pytest.raises(dspark.PromptError, match="9 tokens after the 120 of this session"):
         session.feed([1] * 9)
-    with pytest.raises(dspark.PromptError, match="a prefix of 120 tokens, 0 tokens and max_new_"):
+    with pytest.raises(dspark.PromptError, match="a prefix of 120 tokens and max_new_tok"):
         session.generate(9)
     check_turn(session, 8, **DRAWN)
     with pytest.raises(dspark.PromptError, match="together exceed max_seq_len 128"):
@@ -355,6 +382,14 @@ def test_a_session_that_is_full_or_empty(model):
     for seed in (-1, 1 << 32, True, 1.0, None):
         with pytest.raises(dspark.ConfigError, match="seed: "):
             dspark.Session(model, seed)
+    for seed in (np.int64(3), np.array(3), jnp.int32(3)):
+        assert dspark.Session(model, seed).seed == 3
+    with pytest.raises(dspark.ConfigError, match="prompt_logprobs: a turn of a session has no"):
+        session_of(model).generate(1, prompt_logprobs=True)
+    for what, name in (("generate", "foo"), ("stream", "progress"), ("generate", "prefix")):
+        says = f"Session.{what}.. got an unexpected keyword argument '{name}'"
+        with pytest.raises(TypeError, match=says):
+            getattr(session_of(model), what)(1, **{name: True})
     with pytest.raises(dspark.ConfigError, match="a session is one stream"):
         session_of(model).generate(1, streams=2)
 

@@ -40,6 +40,16 @@ def test_devices_and_pipes_are_written_to(tmp_path):
     assert read == ["through"] and (tmp_path / "pipe").is_fifo()
 
 
+def test_a_pipe_that_only_the_kernel_finds_is_written_to():
+    """As /dev/stdout is in `command | other`: the link points to pipe:[number]."""
+    end, start = os.pipe()
+    check_writable(f"/proc/self/fd/{start}")
+    write_text(f"/proc/self/fd/{start}", "through")
+    os.close(start)
+    with open(end) as read:
+        assert read.read() == "through"
+
+
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("old")
 
@@ -58,8 +68,10 @@ def test_whether_a_file_can_be_written_is_known_before(tmp_path):
     check_writable("/dev/null")
     assert os.listdir(tmp_path) == []
     for path in ("/proc/new.json", tmp_path / "nothing" / "new"):
-        with pytest.raises(OSError):
-            check_writable(path)
+        for use in (check_writable, lambda path: write_text(path, "x")):
+            with pytest.raises(OSError) as error:
+                use(path)
+            assert error.value.filename == str(path)
 
 
 def test_a_home_is_found_and_an_unknown_one_is_a_name(tmp_path, monkeypatch):

@@ -128,6 +128,8 @@ ARGUMENTS = {
     "resume one": ("hi --resume", "--resume goes with --prompts and --output"),
     "nowhere": ("--prompts p --output absent/x", "absent is not a directory"),
     "into a folder": ("--prompts p --output .", "this is a directory; name a file in it"),
+    "same": ("--prompts p --output p --resume", "--output p: this is the file of --prompts"),
+    "same through a link": ("--prompts p --output link --resume", "this is the file of --prompts"),
     "full": ("--prompts p --output full", "--output full: there is something in it already; go on"),
     "device": ("--prompts p --output /dev/null --resume", "/dev/null: only a file can be resumed"),
 }
@@ -138,5 +140,6 @@ def test_what_does_not_go_together_is_refused(refused, here, case):
     arguments, message = ARGUMENTS[case]
     (here / "p").write_text("a")
     (here / "full").write_text("x")
+    (here / "link").symlink_to("p")
     assert message in refused(*arguments.split(), stdin="")
     assert (here / "full").read_text() == "x"

@@ -82,15 +82,15 @@ def test_the_number_of_streams_is_that_of_all_lines(command, here, whole, monkey
 
 
 REFUSED = {
-    "other settings": (["--top-p", "0.9"], None, "r, line 1: computed for another prompt, or with"),
-    "other seed": (["--seed", "8"], None, "r, line 1: computed for another prompt, or with"),
-    "other stop": (["--stop", "4"], None, "r, line 1: computed for another prompt, or with"),
-    "forbidden": (["--forbid", "4"], None, "r, line 1: computed for another prompt, or with"),
-    "logprobs": (["--logprobs", "1"], None, "r, line 1: computed for another prompt, or with"),
-    "scored": (["--prompt-logprobs"], None, "r, line 1: computed for another prompt, or with"),
-    "other prompt": ([], {"prompt": "Bb"}, "r, line 4: computed for another prompt, or with"),
-    "other id": ([], {"id": 1}, "with other settings, than line 4 of the prompts has now"),
-    "own seed": ([], {"seed": 7}, "with other settings, than line 4 of the prompts has now"),
+    "other settings": (["--top-p", "0.9"], None, "r, line 1: computed for another prompt, id or"),
+    "other seed": (["--seed", "8"], None, "r, line 1: computed for another prompt, id or"),
+    "other stop": (["--stop", "4"], None, "r, line 1: computed for another prompt, id or"),
+    "forbidden": (["--forbid", "4"], None, "r, line 1: computed for another prompt, id or"),
+    "logprobs": (["--logprobs", "1"], None, "r, line 1: computed for another prompt, id or"),
+    "scored": (["--prompt-logprobs"], None, "r, line 1: computed for another prompt, id or"),
+    "other prompt": ([], {"prompt": "Bb"}, "r, line 4: computed for another prompt, id or"),
+    "other id": ([], {"id": 1}, "id or settings than line 4 of the prompts has now"),
+    "own seed": ([], {"seed": 7}, "id or settings than line 4 of the prompts has now"),
 }
 
 
