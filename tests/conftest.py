@@ -12,6 +12,7 @@ import pytest
 import dspark_jax as dspark
 
 from helpers.golden_parts import play
+from helpers.memory_maps import free_programs_if_many
 from helpers.round_parts import compilations, scripted
 from helpers.short_model import short_model
 from helpers.small_model import write_small_checkpoint
@@ -87,6 +88,12 @@ def pytest_xdist_make_scheduler(config, log):
 
     config.option.loadscopereorder = False  # by number of tests
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_freed():
+    yield
+    free_programs_if_many()
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,11 @@ CACHES = [
 ]
 
 
+def all_caches() -> list:
+    """The functions that keep programs, compiled in either way."""
+    return [*CACHED, *(quickly for _, _, quickly in CACHES)]
+
+
 def quick_options() -> dict:
     """Options for `jax.jit`: this backend's own, and no optimisation."""
     return {**(backend.compiler_options() or {}), "xla_backend_optimization_level": 0}
