@@ -1,5 +1,5 @@
-"""The table of streams on the embedded checkpoint, sequential (test_streams_full.py has the other
-modes); and one stream of 4,000 tokens beside many short ones.
+"""The table of streams on the embedded checkpoint, sequential in 1 and 4 places
+(test_streams_full.py has the other modes); and one stream of 4,000 tokens beside many short ones.
 """
 
 import pytest
