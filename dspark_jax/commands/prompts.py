@@ -123,10 +123,12 @@ def _key(args: argparse.Namespace, asked: dict, line: Line) -> str:
 
 def _check_room(args: argparse.Namespace, line: Line, new: int) -> None:
     """Without a model nobody knows how many tokens a text is; it is one at least."""
+    from dspark_jax.decode.options import counted
+
     least = 1 if isinstance(line.prompt, str) else len(line.prompt)
     if least + new > args.max_seq_len:
         raise PromptError(
-            f"a prompt of at least {least} token{'s' if least > 1 else ''} and max_new_tokens "
+            f"a prompt of at least {counted(least, 'token')} and max_new_tokens "
             f"{new} together exceed --max-seq-len {args.max_seq_len}; ask for fewer tokens or for "
             "a larger --max-seq-len"
         )
@@ -296,12 +298,14 @@ def _ended(
 
 
 def _summary(args: argparse.Namespace, batch: _Batch, kept: int, gated: bool) -> list[str]:
+    from dspark_jax.decode.options import counted
+
     stats, prompts = batch.run.output().stats, len(batch.run.prompts)
     busy = stats["busy_share"]
     how = f"{args.mode}, {stats['streams']} at a time" + (
         "" if busy is None else f", places busy {100 * busy:.0f}%"
     )
-    which = f"{prompts} prompt{'s' if prompts > 1 else ''}"
+    which = counted(prompts, "prompt")
     if kept:
         which = f"{prompts} of {prompts + kept} prompts ({kept} were there already)"
     lines = [f"{which}: {report.speed(stats, how)}"]

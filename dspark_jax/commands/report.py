@@ -14,10 +14,12 @@ def speed(stats: dict, how: str) -> str:
     """ "1280 tokens in 3.21 s, 398.8 tok/s (block, ...; compilation 4.1 s not counted)". how: what
     stands first in the brackets.
     """
+    from dspark_jax.decode.options import counted
+
     per_second = stats["tokens_per_second"] or 0.0  # None where it ended before any time had passed
     return (
-        f"{stats['tokens']} tokens in {stats['seconds']:.2f} s, {per_second:.1f} tok/s ({how}; "
-        f"compilation {stats['compile_seconds']:.1f} s not counted)"
+        f"{counted(stats['tokens'], 'token')} in {stats['seconds']:.2f} s, {per_second:.1f} tok/s "
+        f"({how}; compilation {stats['compile_seconds']:.1f} s not counted)"
     )
 
 

@@ -136,11 +136,9 @@ def opened(path: str, kept: dict[int, Kept]) -> Iterator[Callable[[str], None]]:
 
         def write(text: str) -> None:
             rest = (text + "\n").encode()
-            try:
+            with files.naming(target):
                 while rest:
                     rest = rest[file.write(rest) :]
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(target)) from None
 
         yield write
 

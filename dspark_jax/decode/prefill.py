@@ -27,7 +27,7 @@ class Prefill:
         self._model, self._request, self._programs, self._slots = model, request, programs, slots
         self._rows, self._size = model.mesh.shape[DATA], model.limits.prefill_chunk
         # What stands before every prompt, as it is now: the session may go on meanwhile.
-        self._prefix = request.prefix and request.prefix.fork(seed=0)
+        self._prefix = request.prefix and request.prefix.fork(request.prefix.seed)
         self._computed = self._prefix and self._prefix.cache  # a cache, or None
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         self.spoiled: set[int] = set()

@@ -53,6 +53,8 @@ class Session:
     ids, bit for bit on a CPU. (On accelerators the rows of a call choose kernels, and prefill has
     more of them than a round: the same tokens, near ties apart.)
 
+    Threads that use one session wait for each other.
+
     model: its Model. tokens: all of them, list of ids. position: how many. seed: of the noise where
     tokens are drawn (the key of a session is fold_in(key(seed), 0)); a fork has another one.
     """
@@ -62,10 +64,11 @@ class Session:
         self.model, self.seed, self.tokens = model, _checked(seed), []
         self.cache: Cache | None = None
         self._computed = 0  # tokens that the cache holds
-        # Of the whole family of forks: those that are alive, and all seeds that there were.
+        # Of the whole family of forks: those that are alive, all seeds that there were, and what is
+        # counted for further ones.
         self._family = weakref.WeakSet([self])
-        self._seeds = [self.seed]
-        self._in_use = threading.Lock()
+        self._seeds, self._later = {self.seed}, itertools.count(self.seed + 1)
+        self._lock = threading.RLock()  # one for several calls: a turn forks what it continues
         self._events_of: weakref.ref | None = None  # the iterator that `stream` gave last
 
     @property
@@ -88,10 +91,9 @@ class Session:
         Raises PromptError for ids outside the vocabulary, for no tokens, and for more than
         max_seq_len holds, and ConfigError amid a stream; then nothing is added.
         """
-        self._require_no_stream("feed")
-        ids = self._encoded(prompt)
-        most = self.model.limits.max_seq_len
-        with self._by_itself("feed"):
+        with self._lock:
+            self._require_no_stream("feed")
+            ids, most = self._encoded(prompt), self.model.limits.max_seq_len
             if self.position + len(ids) > most:
                 raise PromptError(
                     f"feed: {len(ids)} tokens after the {self.position} of this session do not "
@@ -110,7 +112,7 @@ class Session:
         Returns a GenerateOutput with one entry. Raises as `dspark.generate` does, and ConfigError
         amid a stream; what was emitted before stays in the session.
         """
-        with self._by_itself("generate"):
+        with self._lock:
             run = self._run("generate", max_new_tokens=max_new_tokens, seed=seed, **options)
             before = self.position
             try:
@@ -125,7 +127,7 @@ class Session:
         event; closing the iterator ends it there. Until it has ended the session may be forked and
         saved as it is by then, but not continued otherwise.
         """
-        with self._by_itself("stream"):
+        with self._lock:
             run = self._run("stream", max_new_tokens=max_new_tokens, seed=seed, **options)
             run.compile()
             events = self._events(run, self.position)
@@ -146,22 +148,24 @@ class Session:
         seed: None: the next one that no session of this family has had. (One that was loaded from
         a file begins a family of its own.)
         """
-        other = Session(self.model, self._next_seed() if seed is None else seed)
-        other.tokens, other._computed = list(self.tokens), self._computed
-        other.cache, other._seeds, other._family = self.cache, self._seeds, self._family
-        self._family.add(other)
-        self._seeds.append(other.seed)
+        with self._lock:
+            other = Session(self.model, self._next_seed() if seed is None else seed)
+            other.tokens, other._computed = list(self.tokens), self._computed
+            other.cache, other._family = self.cache, self._family
+            other._seeds, other._later = self._seeds, self._later
+            self._family.add(other)
+            self._seeds.add(other.seed)
         return other
 
     def _next_seed(self) -> int:
-        later = ((self._seeds[0] + n) % SEEDS for n in itertools.count(1))
-        return next(seed for seed in later if seed not in self._seeds)
+        return next(n % SEEDS for n in self._later if n % SEEDS not in self._seeds)
 
     def save(self, path) -> None:
         """Writes it to a safetensors file; what was there is replaced once the new one is whole.
         Raises OSError where that is not possible.
         """
-        session_file.write(path, self.model, self.seed, self.tokens, self._computed, self.cache)
+        with self._lock:
+            session_file.write(path, self.model, self.seed, self.tokens, self._computed, self.cache)
 
     @classmethod
     def load(cls, model: Model, path) -> Session:
@@ -184,17 +188,6 @@ class Session:
             raise PromptError("feed: there is nothing in it; at least one token is needed")
         require_ids("feed", encoded[0], self.model.config.vocab_size)
         return encoded[0]
-
-    @contextlib.contextmanager
-    def _by_itself(self, what: str) -> Iterator[None]:
-        if not self._in_use.acquire(blocking=False):
-            raise ConfigError(
-                f"{what}: another thread is using this session; give each thread a fork()"
-            )
-        try:
-            yield
-        finally:
-            self._in_use.release()
 
     def _require_no_stream(self, what: str) -> None:
         events = self._events_of and self._events_of()
@@ -228,10 +221,11 @@ class Session:
         nothing else: not if it was given up, ended by a string, or did not prime the drafter.
         """
         said = run.prompts[0]
-        self.tokens = self.tokens[:before] + said.tokens
         ended_on_device = said.finished and not isinstance(said.stop_reason, str)
-        if ended_on_device and (run.request.mode != "plain" or len(said.tokens) == 1):
-            self.cache, self._computed = run.engine.last_cache(), self.position - 1
+        with self._lock:
+            self.tokens = self.tokens[:before] + said.tokens
+            if ended_on_device and (run.request.mode != "plain" or len(said.tokens) == 1):
+                self.cache, self._computed = run.engine.last_cache(), self.position - 1
 
     def _compute(self, end: int) -> None:
         """Computes the tokens up to number `end`, so that the cache holds them. After Ctrl-C it

@@ -14,7 +14,7 @@ def real_path(path: str | Path) -> Path:
     """
     path = expanded(path)
     target = Path(os.path.realpath(path))
-    return path if path.exists() and not target.exists() else target
+    return path if os.path.exists(path) and not os.path.exists(target) else target
 
 
 def check_writable(path: str | Path) -> None:
@@ -25,7 +25,7 @@ def check_writable(path: str | Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return
     unfinished = _unfinished(path)
-    with _naming(path):
+    with naming(path):
         unfinished.touch()
         unfinished.unlink()
 
@@ -52,7 +52,7 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         return
     unfinished = _unfinished(path)
     try:
-        with _naming(path):
+        with naming(path):
             unfinished.write_bytes(content)
             os.replace(unfinished, path)
     except OSError:
@@ -61,7 +61,7 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: Path):
+def naming(path: Path):
     """An OSError within is one of this path, whatever file beside it was being written."""
     try:
         yield

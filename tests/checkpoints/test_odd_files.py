@@ -181,14 +181,14 @@ def test_a_file_that_changes_between_opening_and_reading(directory, change):
 
 @pytest.fixture
 def deny(tmp_path):
-    """deny(path): nobody may read it until the test ends. Skipped for who may read everything."""
+    """deny(path): nobody may read it until the test ends. Skipped for root."""
     paths = []
 
     def denied(path):
         paths.append((path, path.stat().st_mode))
         path.chmod(0)
         if os.access(path, os.R_OK):
-            pytest.skip("this user may read everything")
+            pytest.skip("file modes do not bind this user (root)")
 
     yield denied
     for path, mode in paths:

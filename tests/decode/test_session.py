@@ -3,6 +3,7 @@ the same ids: tokens, log-probabilities, and every round, scored to the last bit
 """
 
 import signal
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -296,22 +297,33 @@ def test_a_seed_is_given_to_one_session_of_a_family(model):
     assert [one.seed for one in counted] == [8, 9, 8, 10]
     last = dspark.Session(model, seed=(1 << 32) - 1)
     assert [last.fork().seed for _ in range(2)] == [0, 1]
+    many = [session.fork().seed for _ in range(3000)]
+    assert len({7, 6, 8, 9, 10, *many}) == 3005
 
 
-def test_a_session_is_of_one_thread_at_a_time(model):
-    """It would lose tokens, or compute with a cache that the other has given away."""
-    session = session_of(model)
-    options = options_of(max_new_tokens=5, **DRAWN)
-    with session._by_itself("generate"):  # another thread is in it
-        for what, use in (
-            ("feed", lambda: session.feed([1])),
-            ("generate", lambda: session.generate(**options)),
-            ("stream", lambda: session.stream(**options)),
-        ):
-            with pytest.raises(dspark.ConfigError, match=f"{what}: another thread is using this"):
-                use()
-    assert session.tokens == PROMPT[:19]
-    check_turn(session, **DRAWN)
+def test_threads_wait_for_each_other(model):
+    """Four turns at once are four turns in a row; a fork in between is whole."""
+    whole = fresh(model, PROMPT[:19], 3, **options_of(max_new_tokens=80, **DRAWN)).tokens[0]
+    session, forks, all_ready = session_of(model), [], threading.Barrier(8)
+
+    def turn():
+        all_ready.wait(60)
+        session.generate(20, **options_of(**DRAWN))
+
+    def fork():
+        all_ready.wait(60)
+        forks.append(session.fork())
+
+    threads = [threading.Thread(target=target) for target in (turn, fork) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert session.tokens == PROMPT[:19] + whole
+    assert len({one.seed for one in forks}) == 4
+    for one in forks:
+        assert one.tokens == session.tokens[: one.position] and one.position % 20 == 19
+        check_turn(one, 5, **DRAWN)
 
 
 def test_a_fork_outlives_its_session(model):

@@ -1,6 +1,6 @@
 """The table of streams on the embedded checkpoint, plain and block: 40 prompts x 128 tokens x gates
-x greedy and drawn x 1, 4 and 8 places, in order and last first among strangers: no token and no bit
-of a log-probability differs. Sequential, and a long stream: test_streams_soak.py.
+x greedy and drawn x 4 places (last first, among strangers) and 8; without a gate also 1. No token
+and no bit of a log-probability differs. Sequential, and a long stream: test_streams_soak.py.
 """
 
 import dataclasses

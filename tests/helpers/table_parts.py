@@ -44,9 +44,8 @@ def strangers(model) -> list[Ask]:
 
 
 def check_mode(model, wanted, mode: str) -> None:
-    """Every cell of a mode. Which prompts wait for which places differs from cell to cell.
-
-    Sequential verification has no cell of 8 places, which would take two minutes more.
+    """The cells of a mode: 4 places in another order and among strangers; 8 places, but for
+    sequential verification; 1 place, without a gate. The ones left out take four minutes.
     """
     asks, company, rounds = all_asks(model), strangers(model), []
     gates = [OFF] if mode == "plain" else [OFF, GATE, LEAST]

@@ -54,7 +54,7 @@ def test_a_recording_without_rounds_is_refused_after_the_summary(command, expect
     status, out, err = command(
         "--record", str(tmp_path / "rounds.json"), "--stop", str(expected.tokens[0][0])
     )
-    assert status == 2 and out and "1 tokens in" in err and not list(tmp_path.iterdir())
+    assert status == 2 and out and "1 token in" in err and not list(tmp_path.iterdir())
     assert "no round verified the whole block" in err
 
 

@@ -11,10 +11,7 @@ import dspark_jax as dspark
 from dspark_jax.commands.main import main
 from dspark_jax.decode import run
 
-from helpers.prompts_parts import (
-    USUAL,
-    json_file,
-)
+from helpers.prompts_parts import USUAL, json_file
 from helpers.quick import compiled_quickly
 from helpers.round_parts import byte_tokenizer
 from helpers.small_model import write_small_checkpoint

@@ -9,12 +9,7 @@ import dspark_jax as dspark
 from dspark_jax.commands import asking
 from dspark_jax.decode import run
 
-from helpers.prompts_parts import (
-    USUAL,
-    lasting,
-    parsed,
-    resumed,
-)
+from helpers.prompts_parts import USUAL, lasting, parsed, resumed
 
 
 def test_resume_computes_what_is_missing(command, here, whole, runs):
