@@ -24,8 +24,8 @@ TOGETHER = (
     ("test_mesh_streams",),
     ("test_sharding",),
     ("test_distributed",),
+    ("test_round",),
     (
-        "test_round",
         "test_state_batch",
         "test_state_in_place",
         "test_state_prefill",
@@ -36,11 +36,12 @@ TOGETHER = (
         "test_streams",
         "test_streams_ends",
         "test_logprobs",
+        "test_generate",
+        "test_generate_faults",
         "test_session",
         "test_session_prefix",
         "test_session_file",
     ),
-    ("test_generate", "test_generate_faults"),
     ("test_goldens_reference", "test_state_bounds", "test_state_streams", "test_storage"),
     (
         "test_drafter",

@@ -40,8 +40,8 @@ def warm_up(
     require_model(model, "warm_up")
     sampled, logprobs = truth("sampled", sampled), truth("logprobs", logprobs)
     streams, seconds = plain(streams), 0.0
-    for count in streams if isinstance(streams, Collection) else [streams]:
-        request = make_request(
+    requests = [
+        make_request(
             model,
             [0],
             max_new_tokens=1,
@@ -51,6 +51,9 @@ def warm_up(
             logprobs=0 if logprobs else None,
             prompt_logprobs=prompt_logprobs,
         )
+        for count in (streams if isinstance(streams, Collection) else [streams])
+    ]  # all are checked before one is compiled for
+    for request in requests:
         run = Run(model, request)
         run.compile()
         seconds += run.engine.compile_seconds

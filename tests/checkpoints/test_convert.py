@@ -151,6 +151,7 @@ def test_a_killed_conversion_goes_on(source, held, tmp_path, moment, count):
     )
 
 
+@pytest.mark.heavy
 def test_leftovers_and_damaged_marks_do_not_count(source, held, tmp_path, monkeypatch):
     target = tmp_path / "new"
     parts.stop_after(monkeypatch, 5)
@@ -369,6 +370,7 @@ def test_a_refused_target_stays_as_it_was(source, tmp_path, monkeypatch):
         assert sorted(target.rglob("*")) == before and not (target / conversion.LOCK).exists()
 
 
+@pytest.mark.heavy
 def test_killed_before_it_wrote_what_it_converts(source, held, tmp_path):
     for name in (conversion.LOCK, f".{conversion.STATE}.partial"):
         (tmp_path / name).write_text("")

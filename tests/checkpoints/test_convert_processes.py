@@ -56,6 +56,7 @@ def test_parts_that_several_devices_hold_are_counted_once(source, held, tmp_path
         conversion.verify(tmp_path / name)
 
 
+@pytest.mark.heavy
 def test_one_of_two_processes_dies_and_one_process_goes_on(source, held, tmp_path):
     """Process 0, which the other one needs most, in its fourth unit: three are done."""
     dies, stays = two_processes(source, tmp_path / "new", dies="0:4")

@@ -222,8 +222,9 @@ def test_a_warm_up_is_of_numbers_and_truth_values(golden_float):
         ({"streams": np.array([1, 0])}, "streams: 0 is not a positive integer"),
         ({"streams": {-1}}, "streams: -1 is not a positive integer"),
     ):
-        with pytest.raises(dspark.ConfigError, match=says):
+        with compilations() as compiled, pytest.raises(dspark.ConfigError, match=says):
             dspark.warm_up(golden_float, **options)
+        assert not compiled
 
 
 def test_what_is_no_cache(golden_float, caches):

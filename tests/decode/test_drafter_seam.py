@@ -67,7 +67,8 @@ def looking_up(small_model, monkeypatch):
     return dataclasses.replace(small_model, module=module)
 
 
-@pytest.mark.parametrize("mode", ["block", pytest.param("sequential", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("mode", ["block", "sequential"])
 def test_another_drafter_runs_and_changes_no_token(looking_up, prompts, mode):
     def plain(prompt, length):
         return dspark.generate(looking_up, prompt, length, "plain", stop_token_ids=[]).tokens

@@ -63,22 +63,23 @@ def test_log_probabilities_are_those_of_the_raw_logits(model, mode, streams):
 
 def test_so_many_as_were_asked_for(model):
     """0: of the emitted tokens only. As many as a program tells, or fewer, are cut from these."""
-    outs = [run(model, ASKS, "block", 8, logprobs=n) for n in (8, 3, 0)]
+    outs = [run(model, ASKS, "block", 4, logprobs=n) for n in (8, 3, 0)]
     for out, n in zip(outs, (8, 3, 0)):
         cut = [[each._replace(best=each.best[:n]) for each in told] for told in outs[0].logprobs]
         assert out.logprobs == cut
     with compilations() as compiled:
-        run(model, ASKS, "block", 8, logprobs=7)
+        run(model, ASKS, "block", 4, logprobs=7)
     assert not compiled
 
 
-@pytest.mark.parametrize("best", [pytest.param(None, marks=pytest.mark.heavy), 3])
+@pytest.mark.heavy
+@pytest.mark.parametrize("best", [None, 3])
 def test_prompt_log_probabilities(model, best):
     """Of every token but the first, beside those that are emitted or alone. (None: the programs of
     rounds hold no log-probabilities, those of the prompt do.)
     """
     made = [ask._replace(max_new_tokens=1) for ask in ASKS]
-    out = run(model, made, "block", 8, logprobs=best, prompt_logprobs=True)
+    out = run(model, made, "block", 4, logprobs=best, prompt_logprobs=True)
     assert (out.logprobs is None) == (best is None)
     for ask, told in zip(made, out.prompt_logprobs):
         assert told[0] == (ask.ids[0], None, ()) and [each.token for each in told] == ask.ids
@@ -90,10 +91,10 @@ def test_prompt_log_probabilities_have_the_bits_of_emitted_ones(model):
     prompt grows from the front.
     """
     ask = ASKS[5]
-    out = run(model, [ask], "block", 8, temperature=0.9)
+    out = run(model, [ask], "block", 4, temperature=0.9)
     ids = ask.ids + out.tokens[0]
     made = [ask._replace(ids=ids[: len(ids) - cut], temperature=0.9) for cut in range(17)]
-    grown = run(model, made, "block", 8, max_new_tokens=1, prompt_logprobs=True).prompt_logprobs
+    grown = run(model, made, "block", 4, max_new_tokens=1, prompt_logprobs=True).prompt_logprobs
     assert bits(grown[0][len(ask.ids) :]) == bits(out.logprobs[0])
     assert all(bits(told) == bits(grown[0][: len(told)]) for told in grown)
 

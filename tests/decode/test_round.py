@@ -23,6 +23,9 @@ from helpers.ask_parts import modes, speculative_modes
 from helpers.round_parts import BLOCK, perfect, same_bits, scripted, wrong
 from helpers.state_parts import committed, joined
 
+pytestmark = (
+    pytest.mark.heavy
+)  # in `make test` test_generate.py and test_streams.py compare to the last bit
 LENGTH = 30  # tokens of the plain streams
 OFF = dspark.GateConfig()
 NO_STOPS = np.full((2, 8), -1, np.int32)
@@ -182,7 +185,6 @@ def test_committed_state_is_that_of_plain_decoding(mode, half, start, plain):
             assert name == "drafter" or same_bits(mine[name][b], reference[name][b]), name
 
 
-@pytest.mark.heavy
 def test_both_modes_leave_the_same_to_the_drafter(half, start):
     """In its rings, which plain decoding leaves alone."""
     one, other = (
@@ -192,7 +194,6 @@ def test_both_modes_leave_the_same_to_the_drafter(half, start):
     assert same_bits(one, other)
 
 
-@pytest.mark.heavy
 def test_sequential_forwards_no_position_that_is_not_committed(model, half, start, plain):
     """Every slot of the main model's caches, not only the committed ones, is as plain decoding
     leaves it; block verification differs.

@@ -72,7 +72,9 @@ def check(vocabulary, shapes):
             assert bits(here, slice(None)) == bits(expected, some, last), (streams, rows)
 
 
-@pytest.mark.parametrize("vocabulary", FEW)
+@pytest.mark.parametrize(
+    "vocabulary", [pytest.param(n, marks=pytest.mark.heavy if n > 100 else ()) for n in FEW]
+)
 def test_the_number_of_rows_and_streams_changes_no_bit(vocabulary):
     check(vocabulary, FEW[vocabulary])
 

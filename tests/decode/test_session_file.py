@@ -23,7 +23,9 @@ from helpers.round_parts import byte_tokenizer, same_bits, scripted, with_nan_to
 from helpers.state_parts import committed, with_limits
 
 PROMPT = np.random.default_rng(11).integers(0, 256, 60).tolist()
-OPTIONS = {"temperature": 4.0, "logprobs": 2, "stop_token_ids": []}
+HEAVY = pytest.mark.heavy
+GREEDY = {"stop_token_ids": []}  # the programs of test_generate.py
+DRAWN = {"temperature": 4.0, "logprobs": 2, "stop_token_ids": []}
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +33,28 @@ def model(short_reference):
     return scripted(short_reference, tokenizer=byte_tokenizer())
 
 
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(GREEDY, id="greedy"), pytest.param(DRAWN, id="drawn", marks=HEAVY)],
+)
+def options(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def session(model):
+def session(model, options):
     session = dspark.Session(model, seed=12).feed(PROMPT[:37])
-    session.generate(10, **OPTIONS)
+    session.generate(10, **options)
     return session
+
+
+@pytest.fixture(scope="module")
+def next_turn(options):
+    def run(session, mode="block"):
+        out = session.fork(seed=session.seed).generate(12, mode=mode, **options)
+        return out.tokens, bits(out.logprobs[0]) if out.logprobs else (), out.rounds
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +64,8 @@ def file(session, tmp_path_factory):
     return path
 
 
-def next_turn(session, mode="block"):
-    other = session.fork(seed=session.seed)
-    out = other.generate(12, mode=mode, **OPTIONS)
-    return out.tokens, bits(out.logprobs[0]), out.rounds
-
-
 @pytest.mark.parametrize("mode", ["block", "plain"])
-def test_what_is_read_goes_on_as_what_was_written(model, session, file, mode):
+def test_what_is_read_goes_on_as_what_was_written(model, session, file, mode, next_turn):
     read = dspark.Session.load(model, file)
     assert (read.tokens, read.seed, read.pending) == (session.tokens, 12, session.pending)
     assert next_turn(read, mode) == next_turn(session, mode)
@@ -61,10 +74,10 @@ def test_what_is_read_goes_on_as_what_was_written(model, session, file, mode):
     )
 
 
-def test_sessions_that_hold_little(model, tmp_path):
+def test_sessions_that_hold_little(model, tmp_path, next_turn, options):
     """Nothing, one token, and tokens that are not computed."""
     plain = dspark.Session(model, 5).feed(PROMPT[:9])
-    plain.generate(4, mode="plain", **OPTIONS)
+    plain.generate(4, mode="plain", **options)
     for session in (dspark.Session(model, 3), dspark.Session(model).feed([7]), plain):
         session.save(tmp_path / "session")
         read = dspark.Session.load(model, tmp_path / "session")
@@ -76,7 +89,9 @@ def test_sessions_that_hold_little(model, tmp_path):
         assert next_turn(read.feed([1, 2])) == next_turn(session.fork(session.seed).feed([1, 2]))
 
 
-def test_a_file_is_written_whole_or_not_at_all(model, session, file, tmp_path, monkeypatch):
+def test_a_file_is_written_whole_or_not_at_all(
+    model, session, file, tmp_path, monkeypatch, next_turn
+):
     path = tmp_path / "session"
     dspark.Session(model).feed(PROMPT[:3]).save(path)
     before = path.read_bytes()
@@ -136,7 +151,7 @@ def test_another_max_seq_len(model, session, file, max_seq_len):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("max_seq_len", [72, 600])
-def test_another_max_seq_len_goes_on(model, session, file, tmp_path, max_seq_len):
+def test_another_max_seq_len_goes_on(model, session, file, tmp_path, max_seq_len, next_turn):
     """And back again."""
     read = dspark.Session.load(of_length(model, max_seq_len), file)
     assert next_turn(read) == next_turn(session)

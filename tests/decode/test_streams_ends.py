@@ -284,12 +284,13 @@ def test_mixed_requests_compile_nothing(model):
     """Numbers and lengths of prompts, settings, gates, stop tokens and strings, biases and drafters
     are data. On the embedded checkpoint after warm_up: test_streams_full.py.
     """
-    for mode, streams in QUICK_CELLS:
+    ways = [*QUICK_CELLS, ("plain", 4)]
+    for mode, streams in ways:
         run(model, ASKS[:1], mode, streams, temperature=1.0)
     rng = np.random.default_rng(5)
     with compilations() as compiled:
         for _ in range(24):
-            anything(model, rng, *QUICK_CELLS[rng.integers(2)])
+            anything(model, rng, *ways[rng.integers(2)])
     assert not compiled
 
 

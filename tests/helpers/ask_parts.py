@@ -26,13 +26,14 @@ LEAST = dataclasses.replace(
     GATE, verify_base_ms=250, verify_slope_ms=60, margin_threshold=0.9, min_draft=3
 )
 
-# Mode and places. Sequential verification compiles as much again: in `make test` it runs one stream
-# at a time (test_generate.py).
-QUICK_CELLS = ("plain", 4), ("block", 8)
+# Mode and places. Each pair compiles programs of its own: `make test` has one with several places,
+# and all modes with one stream at a time (test_generate.py).
+QUICK_CELLS = (("block", 4),)
+ALL_CELLS = *QUICK_CELLS, ("plain", 4), ("block", 8), ("sequential", 4)
 SEQUENTIAL = pytest.param("sequential", marks=pytest.mark.heavy)
-_SEQUENTIAL_CELL = pytest.param("sequential", 4, marks=pytest.mark.heavy)
-cells = pytest.mark.parametrize("mode,streams", [*QUICK_CELLS, _SEQUENTIAL_CELL])
-speculative_cells = pytest.mark.parametrize("mode,streams", [QUICK_CELLS[1], _SEQUENTIAL_CELL])
+_HEAVY_CELLS = [pytest.param(*cell, marks=pytest.mark.heavy) for cell in ALL_CELLS[1:]]
+cells = pytest.mark.parametrize("mode,streams", [*QUICK_CELLS, *_HEAVY_CELLS])
+speculative_cells = pytest.mark.parametrize("mode,streams", [*QUICK_CELLS, *_HEAVY_CELLS[1:]])
 modes = pytest.mark.parametrize("mode", ["plain", "block", SEQUENTIAL])
 speculative_modes = pytest.mark.parametrize("mode", ["block", SEQUENTIAL])
 

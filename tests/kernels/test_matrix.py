@@ -39,7 +39,7 @@ def in_make_test(name, regime, case, activation_quant) -> bool:
     """Every backend at tile edges and with experts of others; `make heavy` runs the rest."""
     return (case, activation_quant) in (
         ("tile edges", True),
-        ("foreign experts", False),
+        *([("foreign experts", False)] if regime == "decode" else []),
         *([("prefill tile edges", False)] if (name, regime) == ("xla-columns", "prefill") else []),
         *([("real width", True)] if (name, regime) == ("tpu", "decode") else []),
     )

@@ -103,7 +103,7 @@ def test_gradients_equal_those_of_the_reference():
     )
 
 
-IN_MAKE_TEST = ("reference", "xla-columns", "xla-packed", "tpu")
+IN_MAKE_TEST = ("xla-columns", "tpu")
 
 
 @pytest.mark.parametrize(

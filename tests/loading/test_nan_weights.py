@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import dspark_jax as dspark
@@ -32,6 +33,7 @@ def with_nan(model, place: int):
     return dataclasses.replace(model, module=nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)))
 
 
+@pytest.mark.heavy
 def test_every_tensor_shows(golden_float, expected_float):
     ids = expected_float["p2.ids"].tolist()  # 41 tokens, 10 entries of which the indexer chooses 4
     assert len(ids) > 4 * golden_float.config.index_topk

@@ -112,6 +112,7 @@ def test_compressed_entries_after_prefill_and_decode(played_float, expected_floa
 # Main model, layer by layer
 
 
+@pytest.mark.heavy
 def test_block_outputs(unrolled, expected_float):
     for layer in LAYERS:
         assert (
@@ -270,6 +271,7 @@ def test_stage_rings(golden_float, played_float, expected_float):
         assert max_error(cached, expected) < VALUES
 
 
+@pytest.mark.heavy
 def test_draft_from_an_explicit_hidden(golden_float, played_float, expected_float):
     """The seed's own hidden changes nothing; another one changes this draft and leaves the cache
     alone.

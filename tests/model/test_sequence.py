@@ -50,6 +50,7 @@ def relative(actual, expected):
     return max_error(actual, expected) / np.abs(expected).max()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("prompt", range(3))
 def test_forward_equals_prefill_and_decode(whole, played_float, expected_float, prompt):
     """Also with other tokens after them: what comes later changes nothing."""

@@ -20,7 +20,7 @@ BLOCK = 6  # of the golden config: dspark_block_size + 1
 @pytest.mark.parametrize(
     "name, streams, width",
     [
-        ("short_float", 16, 16),
+        pytest.param("short_float", 16, 16, marks=pytest.mark.heavy),
         pytest.param("golden_reference", 3, BLOCK, marks=pytest.mark.heavy),
     ],
 )

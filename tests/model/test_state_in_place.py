@@ -86,6 +86,7 @@ def test_finds_what_is_made():
     assert ((7, 50), "multiply") in made(scaled.compile().as_text())
 
 
+@pytest.mark.heavy
 def test_nothing_cache_sized_is_made(compiled):
     """No array of the cache is copied; what is as long as its entries is only ever written to in
     place: no select, no sum.
@@ -110,6 +111,7 @@ def test_nothing_cache_sized_is_made(compiled):
     assert [(shape, operation) for shape, operation in long if operation not in IN_PLACE] == []
 
 
+@pytest.mark.heavy
 def test_cache_is_aliased(compiled):
     """Every array of the donated cache is the result's, and what the step needs besides does not
     grow with the cache.

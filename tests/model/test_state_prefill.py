@@ -60,6 +60,7 @@ def plain(float_model):
     return Plain(float_model)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "length", sorted({1, 2, *(r + d for r in RATIOS for d in (-1, 0)), WINDOW, WINDOW + 1})
 )
@@ -76,6 +77,7 @@ def test_prompt_length(plain, length):
     assert plain.wrong_state(after.cache) == {}
 
 
+@pytest.mark.heavy
 def test_prefill_then_steps(plain):
     """Pitfall 2: prefill(N - m) and m steps equal plain decode of N tokens, m = 1..2*ratio: all
     entries and the next logits.

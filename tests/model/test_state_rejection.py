@@ -129,7 +129,10 @@ def reject(clean, cases):
     return dspark.commit(cache, accepted)
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(n, marks=pytest.mark.heavy if n % 3 else ()) for n in range(GROUPS)],
+)
 def test_junk_suffix_leaves_no_trace(clean, group):
     """Pitfall 1, the full product: start 0..2*ratio+window, width 1..block+1, accepted length, two
     suffixes; then 2*ratio steps.

@@ -68,7 +68,13 @@ def everything(model, prompt=PROMPT) -> list[np.ndarray]:
     return [np.asarray(out.tokens), np.asarray(tokens), *map(np.asarray, arrays)]
 
 
-@pytest.mark.parametrize("setting", OTHER)
+IN_MAKE_TEST = "x64", "strict promotion", "matmul precision", "NaN is an error", "a mesh"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(n, marks=() if n in IN_MAKE_TEST else pytest.mark.heavy) for n in OTHER],
+)
 def test_the_same_bits_under_any_setting(small_model, as_usual, setting):
     with OTHER[setting]():
         here = everything(small_model)

@@ -80,6 +80,7 @@ def test_json(command, expected):
         assert result["stats"][key] == expected.stats[key], key
 
 
+@pytest.mark.heavy
 def test_plain_gives_the_same(command, expected):
     status, out, err = command("--mode", "plain")
     assert (
@@ -148,6 +149,7 @@ def test_stop_text(command, expected):
     assert result["text"] == out and tokens[: len(result["tokens"])] == result["tokens"]
 
 
+@pytest.mark.heavy
 def test_logprobs(command, model, expected):
     status, out, _ = command("--json", "--logprobs", "2", "--prompt-logprobs")
     result = json.loads(out)
@@ -163,6 +165,7 @@ def test_logprobs(command, model, expected):
         assert result[name] == told and len(told[1]["best"]) == 2
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "arguments, options",
     [

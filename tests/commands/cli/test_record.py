@@ -21,6 +21,7 @@ def medians(monkeypatch, *values):
     monkeypatch.setattr(costs, "_median_ms", lambda call, repeats: call() is None or next(left))
 
 
+@pytest.mark.heavy
 def test_record_and_replay(command, expected, tmp_path, capsys, monkeypatch):
     """A draft of 5 ms, a plain step of 3 ms and a round of 11 ms: 6 ms of it verified."""
     file = tmp_path / "rounds.json"

@@ -54,6 +54,7 @@ def as_json(logprobs):
     ]
 
 
+@pytest.mark.heavy
 def test_settings_of_lines_are_those_of_generate(command, model, here):
     """Every one of them, with ids in place of text too."""
     cold = AS_USUAL | {"temperature": [0.0, 0.0, 0.0, 0.0, 0.1]}
@@ -90,6 +91,7 @@ def test_settings_of_lines_are_those_of_generate(command, model, here):
     assert want.tokens[0][0] != letters[0][0], "one was forbidden"
 
 
+@pytest.mark.heavy
 def test_a_seed_of_its_own_is_the_noise_of_a_prompt_alone(command, model, here):
     json_file(here / "p.jsonl", seed=[None, None, 3, None, None])
     results = parsed(command("--prompts", "p.jsonl")[1])
