@@ -161,7 +161,7 @@ def _load(args: argparse.Namespace):
 
 
 def _judged(model, prompts: list, args: argparse.Namespace) -> dict:
-    """"greedy" and "sampled", each what decode/calibrate.py found."""
+    """ "greedy" and "sampled", each what decode/calibrate.py found."""
     from dspark_jax.decode.calibrate import KINDS, collect, judge
 
     judged = {}

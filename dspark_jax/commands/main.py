@@ -19,6 +19,7 @@ from dspark_jax.commands import (
     inspect_checkpoint,
     plan,
     replay,
+    synthetic,
 )
 from dspark_jax.commands.arguments import Parser
 from dspark_jax.commands.early_interrupt import ready
@@ -101,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dspark-jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, bench, inspect_checkpoint, convert, plan, replay, calibrate):
+    modules = generate, bench, inspect_checkpoint, convert, plan, replay, calibrate, synthetic
+    for module in modules:
         module.add_parser(commands)
     return parser
 

@@ -27,6 +27,8 @@ drafts that were accepted.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from dspark_jax.loading.calibration import Scale
@@ -156,7 +158,7 @@ def _buckets(predicted: np.ndarray, outcome: np.ndarray, limits: np.ndarray) -> 
 def rises(buckets: list[dict]) -> bool:
     """Whether the observed share never falls from a bucket to the next; empty ones say nothing."""
     observed = [row["observed"] for row in buckets if row["count"]]
-    return all(a <= b for a, b in zip(observed, observed[1:]))
+    return all(a <= b for a, b in itertools.pairwise(observed))
 
 
 def _sigmoid(logits: np.ndarray) -> np.ndarray:

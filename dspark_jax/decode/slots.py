@@ -92,9 +92,7 @@ class Slots:
 def greedy_settings(model: Model) -> Settings:
     """Of one stream for which nothing was asked, on the device."""
     scales = [raw(model.config.dspark_block_size)]
-    return placed(
-        model, _settings([None], FEWEST_STOP_IDS, model.config.vocab_size, False, scales)
-    )
+    return placed(model, _settings([None], FEWEST_STOP_IDS, model.config.vocab_size, False, scales))
 
 
 def placed(model: Model, tree):
