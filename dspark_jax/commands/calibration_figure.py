@@ -30,7 +30,7 @@ def draw(path: str, judged: dict) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(judged), sharey=True)
     for panel, (kind, found) in zip(panels, judged.items()):

@@ -70,14 +70,19 @@ def test_without_offsets_a_bias_stays(rounds, found):
 
 
 def test_a_drafter_that_can_tell_is_not_made_to_say_nothing():
-    """Half of the drafts are sure and right, half sure and wrong: at a high temperature all would
-    be said to be right one time in two, which is true on average and worth nothing.
+    """Its chances rise with the score, but along no sigmoid. At a high temperature all drafts would
+    be said to be right as often as they are on average: without error in bins of equal width, and
+    worth nothing.
     """
     rng = np.random.default_rng(5)
-    scores = np.where(rng.random(4000) < 0.5, 3.0, -3.0)[:, None] + rng.normal(0, 0.1, (4000, 1))
-    accepted = (rng.random(4000) < 1 / (1 + np.exp(-scores[:, 0]))).astype(int)
+    scores = rng.choice([-0.6, 0.0, 0.6], (6000, 1)) + rng.normal(0, 0.02, (6000, 1))
+    chance = np.where(scores < -0.3, 0.3, np.where(scores < 0.3, 0.35, 0.9))
+    accepted = (rng.random((6000, 1)) < chance).astype(int)[:, 0]
+    flat = Scale((20.0,), (math.log(accepted.mean() / (1 - accepted.mean())),))
     found = fits.fit(scores, accepted)
-    assert 0.7 < found.temperatures[0] < 1.4
+    assert fits.errors(scores, accepted, flat)["all"] < fits.errors(scores, accepted, found)["all"]
+    low, high = fits.right(np.array([[-0.6], [0.6]]), found)[:, 0]
+    assert low < 0.35 and high > 0.75
 
 
 def test_a_position_that_says_nothing_keeps_its_scores():
@@ -86,6 +91,8 @@ def test_a_position_that_says_nothing_keeps_its_scores():
     never = fits.fit(scores, np.minimum(accepted, 2))  # the third is never right
     assert never.temperatures[2:] == (1.0, 1.0) and never.offsets[2:] == (0.0, 0.0)
     assert never.temperatures[0] != 1.0
+    whole = fits.fit(scores, np.where(accepted > 0, BLOCK, 0))  # all seen were right but the first
+    assert whole.temperatures[0] != 1.0 and whole.temperatures[1:] == (1.0,) * (BLOCK - 1)
 
 
 def slow_products(scores, scale):
