@@ -60,14 +60,14 @@ def write_official(
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     raise_checkpoint_error(directory, [f"{name}: given twice" for name in twice])
     shards = _shards(items, max_shard_bytes)
-    total = sum(_stored_bytes(spec) for spec, _ in items)
+    total = sum(stored_bytes(spec) for spec, _ in items)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _write_all(directory, config_dict, shards, total, tokenizer, progress)
     except OSError as error:
         raise CheckpointError(
             f"{directory}: cannot be written ({error.strerror}); the checkpoint needs {total:,} "
-            f"bytes, {_free(directory):,} are free. What was there before is unchanged"
+            f"bytes, {free_bytes(directory):,} are free. What was there before is unchanged"
         ) from error
     finally:
         for left in directory.glob(f".*{_PARTIAL}"):
@@ -120,7 +120,7 @@ def _shards(items: list, max_shard_bytes: int | None) -> dict[str, list]:
     """File name -> its items, filled in the given order."""
     groups, size = [[]], 0
     for item in items:
-        nbytes = _stored_bytes(item[0])
+        nbytes = stored_bytes(item[0])
         if max_shard_bytes is not None and groups[-1] and size + nbytes > max_shard_bytes:
             groups.append([])
             size = 0
@@ -135,7 +135,8 @@ def _shards(items: list, max_shard_bytes: int | None) -> dict[str, list]:
     }
 
 
-def _stored_bytes(spec: TensorSpec) -> int:
+def stored_bytes(spec: TensorSpec) -> int:
+    """What the tensor takes in a file, its scales included."""
     return sum(math.prod(shape) * BITS[dtypes[0]] // 8 for dtypes, shape in spec.stored().values())
 
 
@@ -153,7 +154,7 @@ def _write_shard(path: Path, items: list) -> Iterator[int]:
         file.write(struct.pack("<Q", len(text)) + text)
         for spec, values in items:
             _write_tensor(file, spec, values() if callable(values) else values)
-            yield _stored_bytes(spec)
+            yield stored_bytes(spec)
         file.flush()
         os.fsync(file.fileno())
 
@@ -223,6 +224,7 @@ def _write_text(directory: Path, name: str, text: str) -> str:
     return name
 
 
-def _free(directory: Path) -> int:
+def free_bytes(directory: Path) -> int:
+    """On the disk that `directory` lies on, or would."""
     existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
     return shutil.disk_usage(existing).free

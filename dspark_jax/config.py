@@ -241,6 +241,10 @@ def tiny() -> ModelConfig:
     )
 
 
+PRESETS = {"v4-flash": v4_flash_0731, "tiny": tiny}
+"""The models that a command knows by name."""
+
+
 def _convert(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """JSON values to field types, and what is wrong with rope_scaling; other values of a wrong type
     are left to `problems`.

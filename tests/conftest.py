@@ -66,6 +66,7 @@ TOGETHER = (
         "test_record",
         "test_prompts",
         "test_prompts_resume",
+        "test_calibrate",
         "test_drafter_seam",
         "test_settings",
     ),

@@ -46,6 +46,7 @@ GATE = {
     "note_skipped",
     "observe",
     "round_ms",
+    "scaled",
     "stats",
     "validate",
     "verify_ms",

@@ -146,6 +146,12 @@ def add_how_it_runs(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add(
+        "--calibration",
+        metavar="FILE",
+        help="what `dspark calibrate --out FILE` wrote, for the gate (default: calibration.json in "
+        "the checkpoint, if there is one)",
+    )
+    add(
         "--streams",
         type=int,
         metavar="N",
@@ -313,6 +319,7 @@ def load(args: argparse.Namespace):
         max_seq_len=args.max_seq_len,
         dtype=args.dtype,
         activation_quant=not args.no_activation_quant,
+        calibration=args.calibration,
     )
 
 

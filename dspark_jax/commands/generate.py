@@ -206,11 +206,13 @@ def _record(run, path: str) -> None:
     """Writes the rounds, with what they cost as measured now."""
     from dspark_jax.commands import costs
     from dspark_jax.decode.replay import RoundsRecorder
+    from dspark_jax.decode.slots import scale_of
 
     recorder = RoundsRecorder(
         run.model.config.dspark_block_size,
         "dspark generate",
         "times are medians measured after the run",
+        scale_of(run.model, run.request.gate, run.request.prompts[0]),
     )
     measured = costs.measure(run.model, list(run.request.prompts[0].ids))
     recorder.add("prompt", run.prompts[0].records, **measured)

@@ -18,6 +18,7 @@ Everything is pure, batched over streams and usable inside jit. The numbers of a
 leaves of a pytree: changing one compiles nothing. B: streams, K: draft block.
 
     state = init(config, B)
+    confidence = scaled(raw, temperatures, offsets)  # where the drafter is calibrated
     skip = margin_skip(config, margin)             # each round: is there to be a draft at all?
     n = choose(config, state, confidence)          # how many of its tokens are verified
     state = learn(config, state, Outcome(...))     # what the round showed
@@ -52,6 +53,7 @@ __all__ = [
     "note_skipped",
     "observe",
     "round_ms",
+    "scaled",
     "stats",
     "validate",
     "verify_ms",
@@ -121,6 +123,16 @@ def margin_skip(config: GateConfig, margin: jax.Array) -> jax.Array:
         & (threshold > 0)
         & (jnp.asarray(margin, jnp.float32) < threshold)
     )
+
+
+def scaled(confidence, temperatures, offsets) -> jax.Array:
+    """The scores that the gate goes by where the drafter is calibrated: confidence / temperatures +
+    offsets, float32 of the shape of `confidence`, [..., K], to which both others are broadcast.
+    """
+    confidence, temperatures, offsets = (
+        jnp.asarray(part, jnp.float32) for part in (confidence, temperatures, offsets)
+    )
+    return confidence / temperatures + offsets
 
 
 def choose(config: GateConfig, state: GateState, confidence: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from dspark_jax.errors import ConfigError
 from dspark_jax.runtime.scalars import plain
 
 ENV_PREFIX = "DEEPSEEK_DSPARK_GATE"
+SWITCHES = ("enabled", "calibration")  # on or off, the others are numbers
 FLOAT32_TINY, FLOAT32_MAX = (
     float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
 )
@@ -31,6 +32,7 @@ FLOAT32_TINY, FLOAT32_MAX = (
         "verify_base_ms",
         "verify_slope_ms",
         "plain_ms",
+        "calibration",
     ),
     meta_fields=(),
 )
@@ -54,6 +56,8 @@ class GateConfig:
     verify_base_ms: float = 300.0  # cost of a verify, part that does not depend on n
     verify_slope_ms: float = 109.0  # cost of a verify per draft
     plain_ms: float = 303.0  # cost of one plain step
+    # Where the model has a calibration, go by the scores as it scales them; off: by raw ones.
+    calibration: bool = True
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -147,7 +151,7 @@ def _as_field_type(name, value):
         value = plain(value)
     if not isinstance(value, (bool, int, float)) or not is_finite(value):
         return value
-    if name == "enabled":
+    if name in SWITCHES:
         return bool(value) if value in (0, 1) else value
     if isinstance(value, bool):
         return value
@@ -162,7 +166,7 @@ def _parse(variable, name, text):
     except ValueError:
         raise ConfigError(f"environment variable {variable}={text!r} is not a number") from None
     value = int(value) if value.is_integer() else value
-    problem = _problem(name, bool(value) if name == "enabled" and value in (0, 1) else value)
+    problem = _problem(name, bool(value) if name in SWITCHES and value in (0, 1) else value)
     if problem:
         raise ConfigError(f"environment variable {variable}: {problem}")
     return value
@@ -170,7 +174,7 @@ def _parse(variable, name, text):
 
 def _problem(name, value):
     """Why `value` cannot be that field's, or None."""
-    if name == "enabled":
+    if name in SWITCHES:
         return None if isinstance(value, bool) else f"{value!r} is neither on nor off; use 1 or 0"
     if not _is_number(value):
         return f"{value!r} is not a number"

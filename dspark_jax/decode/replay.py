@@ -18,8 +18,12 @@ margins, so `margin_threshold` has no effect here.
 Rounds file (JSON; times in ms; `draft_ms`, `verify_ms`, `plain_ms` each in all rounds or in none):
 
     {"source": str, "note": str, "block_size": K,
+     "scale": {"temperatures": [K numbers], "offsets": [K numbers]},
      "prompts": {name: [{"accept": 0..K, "k": K, "draft_ms": f, "verify_ms": f, "plain_ms": f,
      "conf": [K scores]}, ...]}}
+
+Scores are raw. `scale`, which is left out where there is none, is by what the gate scales them: the
+drafter's calibration at the time of the recording.
 """
 
 import dataclasses
@@ -32,7 +36,9 @@ import numpy as np
 
 from dspark_jax.checkpoints.paths import expanded, no_file
 from dspark_jax.decode import gate, gate_config
-from dspark_jax.errors import ConfigError
+from dspark_jax.errors import CheckpointError, ConfigError
+from dspark_jax.loading import calibration
+from dspark_jax.loading.calibration import Scale
 from dspark_jax.runtime.files import write_text
 
 ACCOUNTINGS = ("plain", "always_k", "published", "charged")
@@ -73,7 +79,8 @@ def replay(source, config: gate_config.GateConfig | None = None) -> dict:
         plain_ms=_median(prompts, "plain_ms", config.plain_ms),
     )
     gate_config.validate(config, block)
-    chosen = {name: _choices(config, rounds) for name, rounds in prompts.items()}
+    by = recording.get("scale") if config.calibration else None
+    chosen = {name: _choices(config, rounds, by) for name, rounds in prompts.items()}
     ms = {
         name: _ms_per_token(config, rounds, chosen[name], block) for name, rounds in prompts.items()
     }
@@ -105,11 +112,15 @@ def far_from(recorded, assumed):
     return recorded is not None and abs(assumed - recorded) > 0.25 * recorded
 
 
-def _choices(config, rounds):
-    """The gate's n of each round, from what it saw of the rounds before: list of int."""
+def _choices(config, rounds, by):
+    """The gate's n of each round, from what it saw of the rounds before: list of int. by: `scale`
+    of the file, or None.
+    """
     state, chosen = gate.init(config, 1), []
     for record in rounds:
         confidence = jnp.asarray([record["conf"]], jnp.float32)
+        if by is not None:
+            confidence = gate.scaled(confidence, by["temperatures"], by["offsets"])
         n = gate.choose(config, state, confidence)
         accepted, never = jnp.minimum(n, record["accept"]), jnp.zeros((1,), bool)
         outcome = gate.Outcome(confidence, accepted, n, n, skipped=n == 0, by_margin=never)
@@ -178,6 +189,8 @@ def check(content, where="rounds") -> dict:
         where,
         "prompts must be an object of one or more lists of rounds",
     )
+    if "scale" in content:
+        _check_scale(content["scale"], block, where)
     _require(OVERALL not in prompts, where, f"a prompt must not be named {OVERALL!r}")
     for name, rounds in prompts.items():
         _require(
@@ -193,6 +206,13 @@ def check(content, where="rounds") -> dict:
             all(present) or not any(present), where, f"{key} must be in every round or in none"
         )
     return content
+
+
+def _check_scale(values, block, where):
+    try:
+        calibration.scale(f"{where}: scale", values, block)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_round(record, block, where):
@@ -244,15 +264,20 @@ def _is_finite(value):
 class RoundsRecorder:
     """Collects the rounds of an own run, drafted with the gate off, and writes them as a rounds
     file.
+
+    scale: by what the gate scales the scores of these rounds, None: it takes them as they are.
     """
 
-    def __init__(self, block_size: int, source: str, note: str = ""):
+    def __init__(self, block_size: int, source: str, note: str = "", scale: Scale | None = None):
         self.content = {
             "source": source,
             "note": note,
             "block_size": int(block_size),
             "prompts": {},
         }
+        if scale is not None:
+            columns = {name: list(column) for name, column in scale._asdict().items()}
+            self.content["scale"] = columns
 
     def add(self, prompt: str, records, draft_ms=None, verify_ms=None, plain_ms=None) -> None:
         """Adds the RoundRecords of one prompt; a repeated prompt name is continued.

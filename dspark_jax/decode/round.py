@@ -150,24 +150,30 @@ def verify_sequentially(
 
 
 def speculative_step(
-    module: DSpark, limits: Limits, config: GateConfig, verify, choice: Choice, state: RoundState
+    module: DSpark,
+    limits: Limits,
+    config: GateConfig,
+    verify,
+    settings: Settings,
+    state: RoundState,
 ):
     """One round of `verify`: the state with what the gate learned, what was done about drafts (as
     in RoundOutput), and the Verdict.
 
     Near the end of the cache only drafts that it has room for are verified; the gate's counters
-    tell what the gate chose.
+    tell what the gate chose. It goes by scaled scores; what is told are raw ones.
     """
-    active = ~state.done
+    active, choice = ~state.done, settings.choice
     by_margin = active & gate.margin_skip(config, state.margin)
     drafts, confidence = _draft_unless(module, choice, state, jnp.all(by_margin | state.done))
+    scores = gate.scaled(confidence, settings.temperatures, settings.offsets)
     block = drafts.shape[1]
     room = jnp.maximum(limits.max_seq_len - 1 - state.cache.position, 0)
-    chosen = jnp.where(active & ~by_margin, gate.choose(config, state.gate, confidence), 0)
+    chosen = jnp.where(active & ~by_margin, gate.choose(config, state.gate, scores), 0)
     n = jnp.minimum(chosen, room)
     verdict = verify(module, limits, choice, state, drafts, n)
     skipped = active & (chosen == 0)
-    outcome = gate.Outcome(confidence, verdict.accepted, n, chosen, skipped, by_margin)
+    outcome = gate.Outcome(scores, verdict.accepted, n, chosen, skipped, by_margin)
     drafted = {
         "proposed": jnp.where(active & ~by_margin, block, 0),
         "verified": n,
@@ -215,7 +221,7 @@ def step(
         drafted = _nothing_drafted(module, state)
     else:
         verify = {"sequential": verify_sequentially, "block": verify_block}[variant.mode]
-        state, drafted, verdict = speculative_step(module, limits, config, verify, choice, state)
+        state, drafted, verdict = speculative_step(module, limits, config, verify, settings, state)
     output, state = _output(state, drafted, verdict, settings.stop_ids, variant.likely)
     return _advance(choice, state, output, verdict), output, verdict.logits
 

@@ -236,6 +236,7 @@ def _require_same_in_all_processes(model: Model, request: Request) -> None:
         activation_quant=model.numerics.activation_quant,
         mesh=dict(model.mesh.shape),
         expert_storage=model.expert_storage,
+        calibration=model.calibration,
         prompts=prompts,
         prefix=request.prefix and list(request.prefix.tokens),
         **asked,

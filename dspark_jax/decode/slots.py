@@ -11,10 +11,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dspark_jax.decode import gate as gates
+from dspark_jax.decode.gate_config import GateConfig
 from dspark_jax.decode.request import Prompt, Request
 from dspark_jax.decode.sampling import Choice, Sampling
 from dspark_jax.decode.state import Begun, RoundState, Settings
+from dspark_jax.loading.calibration import Scale, raw
 from dspark_jax.loading.load import Model
+from dspark_jax.runtime.scalars import plain
 from dspark_jax.runtime.sharding import stream_spec
 
 FEWEST_STOP_IDS = 8  # that a program has room for
@@ -76,7 +79,11 @@ class Slots:
     def settings(self, prompts: Sequence[Prompt | None]) -> Settings:
         """Of the prompts, on the device; None: an empty place."""
         size, vocabulary = _padded_size(self._request), self._model.config.vocab_size
-        return self._placed(_settings(prompts, size, vocabulary, self._request.sampled))
+        sampled, block = self._request.sampled, self._model.config.dspark_block_size
+        scales = [
+            scale_of(self._model, self._request.gate, prompt) or raw(block) for prompt in prompts
+        ]
+        return self._placed(_settings(prompts, size, vocabulary, sampled, scales))
 
     def _placed(self, tree):
         return placed(self._model, tree)
@@ -84,7 +91,8 @@ class Slots:
 
 def greedy_settings(model: Model) -> Settings:
     """Of one stream for which nothing was asked, on the device."""
-    return placed(model, _settings([None], FEWEST_STOP_IDS, model.config.vocab_size, False))
+    scales = [raw(model.config.dspark_block_size)]
+    return placed(model, _settings([None], FEWEST_STOP_IDS, model.config.vocab_size, False, scales))
 
 
 def placed(model: Model, tree):
@@ -93,8 +101,21 @@ def placed(model: Model, tree):
     return jax.device_put(tree, NamedSharding(model.mesh, stream_spec(model.mesh, streams)))
 
 
+def scale_of(model: Model, gate: GateConfig, prompt: Prompt | None) -> Scale | None:
+    """By what the gate scales the scores of this prompt's drafts; None: it takes them as they
+    are.
+    """
+    if model.calibration is None or prompt is None or not plain(gate.calibration):
+        return None
+    return model.calibration.of(prompt.temperature)
+
+
 def _settings(
-    prompts: Sequence[Prompt | None], stop_ids: int, vocabulary: int, sampled: bool
+    prompts: Sequence[Prompt | None],
+    stop_ids: int,
+    vocabulary: int,
+    sampled: bool,
+    scales: Sequence[Scale],
 ) -> Settings:
     """On the host. stop_ids: how many there is room for."""
     stops = np.full((len(prompts), stop_ids), -1, np.int32)
@@ -106,7 +127,9 @@ def _settings(
             if prompt.bias:
                 tokens, values = zip(*prompt.bias)
                 bias[place, list(tokens)] = values
-    return Settings(Choice(bias, _sampling(prompts) if sampled else None), stops)
+    temperatures, offsets = (np.array(column, np.float32) for column in zip(*scales))
+    choice = Choice(bias, _sampling(prompts) if sampled else None)
+    return Settings(choice, stops, temperatures, offsets)
 
 
 def _sampling(prompts: Sequence[Prompt | None]) -> Sampling:

@@ -35,10 +35,14 @@ class Settings:
 
     choice: how their tokens are chosen. stop_ids: [B, S] int32, padded with -1; each ends the
       stream and is its last token.
+    temperatures, offsets: [B, K] float32, by which the gate scales the drafter's scores; 1 and 0
+      where nothing is calibrated.
     """
 
     choice: Choice
     stop_ids: jax.Array
+    temperatures: jax.Array
+    offsets: jax.Array
 
 
 @struct.dataclass

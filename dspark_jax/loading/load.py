@@ -17,7 +17,9 @@ from dspark_jax.checkpoints.orbax_io import ConvertedCheckpoint, is_converted
 from dspark_jax.checkpoints.paths import checkpoint_directory, no_file, what_else_at
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, ConfigError
+from dspark_jax.loading import calibration as calibrations
 from dspark_jax.loading import expert_storage
+from dspark_jax.loading.calibration import Calibration
 from dspark_jax.loading.description import describe
 from dspark_jax.loading.expert_storage import ExpertStorage
 from dspark_jax.loading.sources import ConvertedSource, LeafRecorder, OfficialSource
@@ -49,6 +51,7 @@ class Model:
       Numerics, the mesh included.
     expert_storage: how the routed experts are held, "dequantised" or "packed"; expert_storage.py
       says how it is chosen.
+    calibration: what makes probabilities of the drafter's scores; None: they are taken as they are.
     """
 
     config: ModelConfig
@@ -57,6 +60,7 @@ class Model:
     limits: Limits
     numerics: Numerics
     expert_storage: str
+    calibration: Calibration | None = None
 
     def __deepcopy__(self, memo) -> Model:
         """Itself: nothing of a model changes, and its programs know it by its structure."""
@@ -111,6 +115,7 @@ def load(
     prefill_chunk: int | None = None,
     dtype=None,
     activation_quant: bool = True,
+    calibration=None,
 ) -> Model:
     """Loads an official checkpoint or a converted one; both give the same bits.
 
@@ -130,6 +135,9 @@ def load(
       dtype: compute dtype, "float32" or "bfloat16". None: float32 on CPU, bfloat16 elsewhere.
       activation_quant: simulate the official activation quantisation, with which the model was
         trained.
+      calibration: what `dspark calibrate` wrote, which the gate goes by. None: calibration.json
+        beside the checkpoint, if there is one; one of another drafter is warned of and not used.
+        False: none. A path: that file.
 
     Raises:
       CheckpointError: missing, damaged or mismatched files; lists every faulty tensor by name,
@@ -149,7 +157,8 @@ def load(
     experts = choose_expert_storage(config, numerics, limits.max_seq_len, limits.rows)
     tokenizer = read_tokenizer(path, config)  # before the weights, which take minutes
     module = DSpark(config, numerics, _source(checkpoint, config, numerics, experts.packed))
-    return Model(config, tokenizer, module, limits, numerics, experts.kind)
+    calibrated = calibrations.find(calibration, path, module, config.dspark_block_size)
+    return Model(config, tokenizer, module, limits, numerics, experts.kind, calibrated)
 
 
 def choose_expert_storage(

@@ -152,7 +152,8 @@ class _Shapes:
 
     def _settings(self, streams: int) -> Settings:
         bias = self._of_streams(streams, self.config.vocab_size, dtype=jnp.float32)
-        return Settings(Choice(bias, None), self._of_streams(streams, 8))
+        scale = self._of_streams(streams, self.config.dspark_block_size, dtype=jnp.float32)
+        return Settings(Choice(bias, None), self._of_streams(streams, 8), scale, scale)
 
     def _round_state(self) -> RoundState:
         rows = NamedSharding(self.mesh, stream_spec(self.mesh, self.streams))

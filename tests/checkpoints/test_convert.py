@@ -20,8 +20,7 @@ from dspark_jax.checkpoints import convert as conversion
 from dspark_jax.checkpoints.official import INDEX, OfficialCheckpoint
 from dspark_jax.checkpoints.orbax_io import MANIFEST, UNITS, ConvertedCheckpoint
 from dspark_jax.checkpoints.safetensors_file import SafetensorsFile
-from dspark_jax.commands import convert as convert_command
-from dspark_jax.commands import main
+from dspark_jax.commands import byte_progress, main
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.loading.conversion import convert_checkpoint
 
@@ -400,7 +399,7 @@ def test_read_only_and_impossible_targets(source, converted, tmp_path, monkeypat
 
 
 def test_command(source, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(convert_command, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(byte_progress, "LINE_SECONDS", 0.0)
     assert parts.command(source, tmp_path / "new") == 0
     lines = capsys.readouterr().err.splitlines()
     assert any("MB/s" in line and line.endswith("left") for line in lines) and lines[-1].startswith(

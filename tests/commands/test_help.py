@@ -11,7 +11,7 @@ import pytest
 from dspark_jax.commands import main, replay
 from dspark_jax.decode.gate_config import GateConfig
 
-COMMANDS = ["generate", "bench", "inspect", "convert", "plan", "replay"]
+COMMANDS = ["generate", "bench", "inspect", "convert", "plan", "replay", "calibrate", "synthetic"]
 ASK = """
 import sys
 from dspark_jax.commands.main import main

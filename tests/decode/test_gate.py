@@ -124,6 +124,34 @@ def test_random_rounds_equal_the_loop_reference(numbers, block):
     np.testing.assert_allclose(state.observed, [r.observed for r in references], rtol=1e-5)
 
 
+def test_scaled_scores_through_the_gate_equal_the_loop_reference():
+    """Temperatures and offsets of each position, in float64 by loops on one side."""
+    temperatures, offsets = [0.5, 1.5, 2.0, 3.0, 1.25], [-0.5, 0.25, 0.0, 1.0, -0.125]
+    config = dataclasses.replace(ON, margin=1.0, draft_ms=20)
+    rng = np.random.default_rng(9)
+    state, reference, chosen = gate.init(config, 1), Reference(config), []
+    for _ in range(60):
+        conf = rng.normal(0.5, 2.5, 5).astype(np.float32)
+        scores = gate.scaled(conf[None], temperatures, offsets)
+        by_hand = [s / t + o for s, t, o in zip(conf.tolist(), temperatures, offsets)]
+        assert scores.dtype == jnp.float32
+        np.testing.assert_allclose(scores[0], by_hand, rtol=1e-6, atol=1e-6)
+        n = gate.choose(config, state, scores)
+        assert int(n[0]) == reference.choose(by_hand)
+        accepted = min(int(rng.integers(0, 6)), int(n[0]))
+        state = gate.observe(config, state, scores, [accepted], n)
+        reference.observe(by_hand, accepted, int(n[0]))
+        chosen.append(int(n[0]))
+    np.testing.assert_allclose(state.matches[0], reference.matches, rtol=1e-5)
+    assert len(set(chosen)) > 2
+
+
+def test_a_scale_of_ones_and_zeros_changes_no_bit():
+    conf = np.random.default_rng(10).normal(0, 9, (7, 5)).astype(np.float32)
+    conf[0] = [np.inf, -np.inf, np.nan, 1e-37, -3e38]
+    assert np.asarray(gate.scaled(conf, [1.0] * 5, [0.0] * 5)).tobytes() == conf.tobytes()
+
+
 def test_the_random_rounds_reach_every_kind_of_choice():
     state, _ = drive(ON, rounds=60, block=5, batch=3, seed=5)
     full = state.rounds - state.truncated - state.skipped

@@ -33,10 +33,22 @@ def test_every_variable_is_read(monkeypatch):
         monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_" + name, str(value))
     monkeypatch.setenv("DEEPSEEK_DSPARK_GATE", "1")
     assert gate.GateConfig.from_env() == gate.GateConfig(True, 0.5, 1.3, 2, 0.8, 1, 2.5, 3, 4)
+    monkeypatch.setenv("DEEPSEEK_DSPARK_GATE_CALIBRATION", "0")
+    assert gate.GateConfig.from_env().calibration is False
 
 
 @pytest.mark.parametrize(
-    "suffix", ["", "_MARGIN_THRESHOLD", "_MARGIN", "_MIN_DRAFT", "_DECAY", "_DRAFT_MS", "_PLAIN_MS"]
+    "suffix",
+    [
+        "",
+        "_MARGIN_THRESHOLD",
+        "_MARGIN",
+        "_MIN_DRAFT",
+        "_DECAY",
+        "_DRAFT_MS",
+        "_PLAIN_MS",
+        "_CALIBRATION",
+    ],
 )
 @pytest.mark.parametrize("text", ["fast", " ", "1,15", "nan", "inf", "-1"])
 def test_a_bad_variable_is_refused_by_name(suffix, text):
@@ -49,6 +61,7 @@ def test_a_bad_variable_is_refused_by_name(suffix, text):
     "name, text",
     [
         ("", "2"),
+        ("_CALIBRATION", "2"),
         ("_DECAY", "1.5"),
         ("_MIN_DRAFT", "2.5"),
         ("_MARGIN", "0"),
@@ -72,6 +85,7 @@ def test_an_unknown_variable_is_refused_by_name():
     "change, message",
     [
         ({"enabled": "yes"}, "enabled: 'yes'"),
+        ({"calibration": "no"}, "calibration: 'no' is neither on nor off"),
         ({"margin": float("nan")}, "margin: nan"),
         ({"min_draft": float("inf")}, "min_draft: inf"),
         ({"decay": "slow"}, "decay: 'slow' is not a number"),

@@ -13,6 +13,7 @@ import pytest
 from dspark_jax.commands import replay as command
 from dspark_jax.decode import gate, replay
 from dspark_jax.errors import ConfigError
+from dspark_jax.loading.calibration import Scale
 
 BLOCK = 4
 
@@ -267,6 +268,52 @@ def test_a_verify_cost_far_from_the_recorded_one_is_pointed_out():
     assert "a full verify took 7" in command.render(
         replay.replay(synthetic(), gate.GateConfig(verify_base_ms=1))
     )
+
+
+def scaled_recording():
+    """A recording of a calibrated drafter, and the same with its scores scaled already."""
+    recording = synthetic(3)
+    scale = {"temperatures": [2.0, 0.5, 4.0, 1.0], "offsets": [-0.5, 0.25, 0.0, -1.0]}
+    done = copy.deepcopy(recording)
+    for rounds in done["prompts"].values():
+        for record in rounds:
+            columns = zip(record["conf"], scale["temperatures"], scale["offsets"])
+            record["conf"] = [score / t + o for score, t, o in columns]
+    return recording | {"scale": scale}, done
+
+
+def test_a_calibrated_drafters_scores_are_scaled_as_they_were():
+    recording, done = scaled_recording()
+    chosen = replay.replay(recording, gate.GateConfig())["chosen"]
+    assert chosen == simulate(done)[0] != simulate(recording)[0]
+    off = replay.replay(recording, gate.GateConfig(calibration=False))["chosen"]
+    assert off == simulate(recording)[0]
+
+
+@pytest.mark.parametrize(
+    "scale, message",
+    [
+        (None, "scale: expected an object with temperatures and offsets"),
+        ({"temperatures": [1.0] * BLOCK}, f"scale: offsets: expected {BLOCK} finite numbers"),
+        (
+            {"temperatures": [0.0] * BLOCK, "offsets": [0.0] * BLOCK},
+            "scale: temperatures: 0.0 is not above 0",
+        ),
+    ],
+)
+def test_a_scale_that_is_none_is_refused(scale, message):
+    with pytest.raises(ConfigError, match=message):
+        replay.check(synthetic() | {"scale": scale})
+
+
+def test_the_recorder_says_by_what_scores_are_scaled(tmp_path):
+    scale = Scale((2.0, 0.5, 4.0, 1.0), (-0.5, 0.25, 0.0, -1.0))
+    recorder = replay.RoundsRecorder(BLOCK, source="a test", scale=scale)
+    recorder.add("one", [round_record(4)])
+    recorder.write(tmp_path / "rounds.json")
+    held = replay.load(tmp_path / "rounds.json")
+    assert held["scale"] == {name: list(column) for name, column in scale._asdict().items()}
+    assert held["prompts"]["one"][0]["conf"] == [0.5, 1.25, -2.0, 3.0], "raw"
 
 
 def round_record(accepted=2, verified=BLOCK, skipped="", scores=(0.5, 1.25, -2.0, 3.0)):

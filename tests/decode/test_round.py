@@ -45,8 +45,10 @@ def step(model, mode, state, gate=OFF, stop_ids=NO_STOPS):
         lambda n: np.asarray(n, np.float32) if isinstance(n, float) else np.asarray(n), gate
     )
     choice = Choice(np.zeros((2, model.config.vocab_size), np.float32), sampling=None)
+    ones = np.ones((2, model.config.dspark_block_size), np.float32)
+    unscaled = ones, 0 * ones
     state, output, logits = program(model.split[0], model.limits, mode)(
-        model.split[1], config, Settings(choice, stop_ids), state
+        model.split[1], config, Settings(choice, stop_ids, *unscaled), state
     )
     return jax.device_get((state, output, logits))
 

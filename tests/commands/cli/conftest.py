@@ -66,7 +66,14 @@ def command(directory, capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(directory, loading):
-    return loading(str(directory), None, max_seq_len=MAX_SEQ_LEN, dtype=None, activation_quant=True)
+    return loading(
+        str(directory),
+        None,
+        max_seq_len=MAX_SEQ_LEN,
+        dtype=None,
+        activation_quant=True,
+        calibration=None,
+    )
 
 
 @pytest.fixture(scope="module")
