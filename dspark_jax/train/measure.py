@@ -62,6 +62,23 @@ def acceptance(model: dspark.Model, tokens: int = 96) -> dict[str, dict]:
     return out
 
 
+def by_position(model: dspark.Model, prompts: list[list[int]], lengths: list[int]) -> dict:
+    """Greedy decoding of `lengths` new tokens behind each prompt, the whole block drafted always.
+
+    -> prompts, tokens: how many. accepted: by position, the share of rounds in which this draft and
+    all before it were accepted; accept_rate: of all drafts; tokens_per_round.
+    """
+    stats = dspark.generate(model, prompts, lengths, stop_token_ids=[]).stats
+    rounds = max(1, stats["rounds"])
+    return {
+        "prompts": len(prompts),
+        "tokens": stats["tokens"],
+        "accepted": [count / rounds for count in stats["accepted_by_position"]],
+        "accept_rate": stats["accept_rate"] or 0.0,
+        "tokens_per_round": stats["tokens_per_round"] or 1.0,
+    }
+
+
 def counting(model: dspark.Model, tokens: int = 48) -> tuple[int, int]:
     """How many numbers that follow the runs of COUNTS are right, each run up to its first wrong
     one; and of how many.
