@@ -1,5 +1,5 @@
-"""A checkpoint with some of its tensors replaced: all others are copied as they are stored, byte for
-byte, and so are its config, its tokenizer and its other small files.
+"""A checkpoint with some of its tensors replaced: all others are copied as they are stored, byte
+for byte, and so are its config, its tokenizer and its other small files.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ def _write(source: OfficialCheckpoint, folder: Path, prefix: str, items: list, p
             shutil.copyfile(path, folder / path.name)
 
 
-def _plan(
-    source: OfficialCheckpoint, prefix: str, new: SafetensorsFile
-) -> dict[str, list[Part]]:
+def _plan(source: OfficialCheckpoint, prefix: str, new: SafetensorsFile) -> dict[str, list[Part]]:
     """File name -> what it is to hold."""
     plan = {
         name: [(file, tensor) for tensor in file.entries if not tensor.startswith(prefix)]

@@ -1,5 +1,5 @@
-"""The command line: `dspark generate | bench | inspect | convert | plan | replay`. Exit status 0; 2
-for wrong use; 1 for failure; 130 after Ctrl-C.
+"""The command line: `dspark generate | bench | inspect | convert | plan | replay | train`. Exit
+status 0; 2 for wrong use; 1 for failure; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 
 from dspark_jax import __version__
-from dspark_jax.commands import bench, convert, generate, inspect_checkpoint, plan, replay
+from dspark_jax.commands import bench, convert, generate, inspect_checkpoint, plan, replay, train
 from dspark_jax.commands.arguments import Parser
 from dspark_jax.commands.early_interrupt import ready
 from dspark_jax.commands.output import finish_output, give_up_output, guard_streams, status
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dspark-jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, bench, inspect_checkpoint, convert, plan, replay):
+    for module in (generate, bench, inspect_checkpoint, convert, plan, replay, train):
         module.add_parser(commands)
     return parser
 

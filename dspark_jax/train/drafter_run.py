@@ -194,9 +194,7 @@ def described(figures: dict) -> str:
     )
 
 
-def _finish(
-    options: Options, checkpoint: frozen.Frozen, sequences: drafter_text.Sequences
-) -> None:
+def _finish(options: Options, checkpoint: frozen.Frozen, sequences: drafter_text.Sequences) -> None:
     """Measures what was written, by decoding with it, and writes the README."""
     show.say(f"wrote {options.out}; measuring")
     held = sequences[-options.held_out :]
@@ -208,7 +206,8 @@ def _finish(
         model = dspark.load(
             path, numerics.requested_mesh, max_seq_len=options.length, dtype=options.dtype
         )
-        return measure.by_position(model, prompts[:MEASURED], lengths[:MEASURED])
+        held_out = measure.by_position(model, prompts[:MEASURED], lengths[:MEASURED])
+        return held_out | {"kinds": measure.by_kind(model, options.length)}
 
     new = measured(options.out)
     old = measured(checkpoint.path) if checkpoint.has_drafter else None

@@ -142,7 +142,9 @@ def fit(
     with naming_what_to_lower():
         needed = {state.step >= task.quantise_from, end > task.quantise_from}
         programs = {kind: make_step(task, mesh, kind).lower(*arguments(state)) for kind in needed}
-        programs = {kind: fitting(lowered.compile(), mesh.size) for kind, lowered in programs.items()}
+        programs = {
+            kind: fitting(lowered.compile(), mesh.size) for kind, lowered in programs.items()
+        }
     # In the middle of a step its arrays are given away: a step is finished first.
     with watch_interrupts(at_once=False) as interrupt:
         while state.step < end and not interrupt.seen:
@@ -171,7 +173,7 @@ LOWER = "lower --rows, --length or, of a drafter, --anchors"
 
 @contextlib.contextmanager
 def naming_what_to_lower() -> Iterator[None]:
-    """What jax says where a device has no more memory becomes a ConfigError that says what helps."""
+    """Where a device has no more memory, what jax says of it becomes a ConfigError that helps."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,4 +1,4 @@
-"""States of a training run on disk: Orbax checkpoints, one folder a step, of which the newest stays.
+"""States of a training run on disk: Orbax checkpoints, one folder a step; the newest stays.
 
     RUN/NAME/120/     {"params": {path: array}, "optimiser": {number of the leaf: array}}
 
