@@ -4,6 +4,7 @@
     RUN/text.jsonl      the text that the main model wrote (drafter_text.py)
     RUN/drafter/        the newest state (states.py)
     RUN/drafter.jsonl   a line a step
+    RUN/checkpoint/     the checkpoint until it is measured
     OUT/                the checkpoint, its README and the log
 
 Each part goes on where it stopped.
@@ -33,6 +34,7 @@ from dspark_jax.train import (
     frozen,
     loop,
     measure,
+    output,
     settings,
     show,
     states,
@@ -63,20 +65,24 @@ def run(options: Options) -> None:
     sequences = _text(options, checkpoint, files)
     parts, values, prefixes = _train(options, checkpoint, sequences)
     items = weights.official_items(parts.module(values), prefixes)
-    replace_tensors(checkpoint.checkpoint, options.out, frozen.DRAFTER, items)
-    _finish(options, checkpoint, sequences)
+    unfinished = options.run / "checkpoint"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    replace_tensors(checkpoint.checkpoint, unfinished, frozen.DRAFTER, items)
+    _measure(options, checkpoint, sequences, unfinished)
+    output.move(unfinished, options.out)
+    show.say(f"wrote {options.out}; see {options.out / 'README.md'}")
 
 
 def _require_room(options: Options, checkpoint: frozen.Frozen) -> None:
     """Raises ConfigError where the disk is too full for the states (parameters and two moments, in
-    float32, the old one beside the new one) or for the checkpoint.
+    float32, the old one beside the new one) or for the checkpoint, which RUN has first.
     """
     specs = expected_tensors(checkpoint.config).items()
     numbers = sum(math.prod(s.shape) for name, s in specs if name.startswith(frozen.DRAFTER))
     stored = sum(file.path.stat().st_size for file in checkpoint.checkpoint.files.values())
     text = 8 * options.sequences * options.length
     for flag, path, needed in (
-        ("--run", options.run, 2 * 3 * 4 * numbers + text),
+        ("--run", options.run, 2 * 3 * 4 * numbers + text + stored),
         ("--out", options.out, stored + 4 * numbers),
     ):
         existing = next(each for each in [path, *path.absolute().parents] if each.exists())
@@ -194,9 +200,14 @@ def described(figures: dict) -> str:
     )
 
 
-def _finish(options: Options, checkpoint: frozen.Frozen, sequences: drafter_text.Sequences) -> None:
-    """Measures what was written, by decoding with it, and writes the README."""
-    show.say(f"wrote {options.out}; measuring")
+def _measure(
+    options: Options,
+    checkpoint: frozen.Frozen,
+    sequences: drafter_text.Sequences,
+    written: Path,
+) -> None:
+    """Measures what was written, by decoding with it, and adds the README and the log."""
+    show.say("measuring")
     held = sequences[-options.held_out :]
     prompts = [tokens[:start].tolist() for tokens, start in zip(held.tokens, held.starts)]
     lengths = (held.ends - held.starts).tolist()
@@ -209,15 +220,14 @@ def _finish(options: Options, checkpoint: frozen.Frozen, sequences: drafter_text
         held_out = measure.by_position(model, prompts[:MEASURED], lengths[:MEASURED])
         return held_out | {"kinds": measure.by_kind(model, options.length)}
 
-    new = measured(options.out)
+    new = measured(written)
     old = measured(checkpoint.path) if checkpoint.has_drafter else None
     log = options.run / "drafter.jsonl"
-    shutil.copyfile(log, options.out / "drafter.jsonl")
+    shutil.copyfile(log, written / "drafter.jsonl")
     readme = checkpoint.path / "README.md"
     if readme.is_file():
-        shutil.copyfile(readme, options.out / "README-main.md")
+        shutil.copyfile(readme, written / "README-main.md")
     text = drafter_readme.readme(options, checkpoint, sequences, loop.read_log(log), new, old)
-    (options.out / "README.md").write_text(text, encoding="utf-8")
+    (written / "README.md").write_text(text, encoding="utf-8")
     for told in drafter_readme.summary(new, old):
         show.say(told)
-    show.say(f"see {options.out / 'README.md'}")

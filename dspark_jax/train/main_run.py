@@ -4,7 +4,7 @@
     RUN/settings.json   what it was begun with
     RUN/main/           the newest state (states.py)
     RUN/main.jsonl      a line a step
-    RUN/checkpoint/     the main model with a drafter of random values, where one is trained next
+    RUN/checkpoint/     the main model with a drafter of random values
     RUN/drafter-run/    the drafter's training (drafter_run.py)
     OUT/                the checkpoint, its README and the log
 
@@ -30,6 +30,7 @@ from dspark_jax.train import (
     fetch_text,
     loop,
     main_stage,
+    output,
     settings,
     show,
     states,
@@ -101,10 +102,13 @@ def run(options: Options) -> None:
         config, options.seed, corpus.frequencies(config.vocab_size)
     )
     values = _train(options, config, parts, twin, corpus)
-    target = options.out if options.drafter is None else options.run / "checkpoint"
+    target = options.run / "checkpoint"
     if not (target / "README.md").exists():
         export.write(options, target, config, corpus, (parts, twin, prefixes), values)
-    if options.drafter is not None:
+    if options.drafter is None:
+        output.move(target, options.out)
+        show.say(f"wrote {options.out}; see {options.out / 'README.md'}")
+    else:
         drafter_run.run(
             dataclasses.replace(
                 options.drafter,
