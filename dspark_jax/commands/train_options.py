@@ -18,6 +18,7 @@ def add_shared(parser: argparse.ArgumentParser, rows: str, **defaults: Any) -> N
     add = parser.add_argument
     add(
         "--run",
+        dest="run_folder",  # args.run is what a command does
         metavar="DIR",
         help="folder for the text, states and log, which a repeated command goes on from (default: "
         "OUT with -run appended)",
@@ -73,7 +74,7 @@ def run_folder(args: argparse.Namespace) -> Path:
     from dspark_jax.checkpoints.paths import expanded
 
     out = expanded(args.out)
-    return expanded(args.run) if args.run else out.with_name(f"{out.name}-run")
+    return expanded(args.run_folder) if args.run_folder else out.with_name(f"{out.name}-run")
 
 
 def devices(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ class Weights:
 
     def of_positions(self, block: int) -> jax.Array:
         """-> [K]"""
-        return jnp.exp(-jnp.arange(block) / (self.decay or block))
+        return jnp.exp(-jnp.arange(block) / (block if self.decay is None else self.decay))
 
 
 def terms(logits: jax.Array, confidence: jax.Array, target: jax.Array, text: jax.Array):

@@ -94,7 +94,7 @@ def check(options: Options) -> None:
         "--muon-rate": options.muon_rate,
         "--adam-rate": options.adam_rate,
         "--save-every": options.save_every,
-        "--decay": options.loss.decay or 1.0,
+        "--decay": 1.0 if options.loss.decay is None else options.loss.decay,
     }
     for flag, value in positive.items():
         if not 0 < value < float("inf"):
