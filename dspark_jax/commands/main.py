@@ -26,7 +26,9 @@ def main(argv: list[str] | None = None, prepare: Callable[[], None] | None = Non
     """
     name = "dspark"
     try:
-        args = _parsed(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        args = _parsed(argv)
+        args.argv = argv
         name = f"dspark {args.command}"
         if prepare is not None:
             prepare()

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             "training needs optax, which is not installed: pip install 'dspark-jax[train]'"
         )
     try:
-        args.start(args, shlex.join(["dspark", *sys.argv[1:]]))
+        args.start(args, shlex.join(["dspark", *args.argv]))
     except KeyboardInterrupt:
         print(
             f"dspark train {args.stage}: stopped; the same command goes on from there",

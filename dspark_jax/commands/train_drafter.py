@@ -67,9 +67,10 @@ def _add_text_options(add) -> None:
     add(
         "--sequences",
         type=int,
-        default=2048,
+        default=4096,
         metavar="N",
-        help="that the main model writes (default %(default)s)",
+        help="that the main model writes; more than --steps times --rows are of no use (default "
+        "%(default)s)",
     )
     add(
         "--prompt-tokens",

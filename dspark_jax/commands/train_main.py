@@ -117,6 +117,14 @@ def _drafter(args: argparse.Namespace, devices: int, command: str):
     """The options of the drafter's training: what was asked for here, else its defaults."""
     parser = argparse.ArgumentParser()
     train_drafter.add_drafter_options(parser)
-    own = {"checkpoint": None, "data": (), "init": "none", "steps": args.drafter_steps}
-    asked = argparse.Namespace(**{**vars(parser.parse_args([])), **vars(args), **own})
+    usual = parser.parse_args([])
+    own = {
+        "checkpoint": None,
+        "data": (),
+        "init": "none",
+        "steps": args.drafter_steps,
+        "sequences": min(usual.sequences, args.drafter_steps * args.rows + 64),
+        "prompt_tokens": max(1, min(usual.prompt_tokens, args.length // 4)),
+    }
+    asked = argparse.Namespace(**{**vars(usual), **vars(args), **own})
     return train_drafter.options(asked, devices, command)

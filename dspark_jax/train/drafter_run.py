@@ -24,6 +24,7 @@ from dspark_jax.checkpoints.replace import replace_tensors
 from dspark_jax.errors import ConfigError, DsparkError
 from dspark_jax.loading.load import expected_tensors
 from dspark_jax.runtime.backend import on_cpu
+from dspark_jax.runtime.files import write_text
 from dspark_jax.runtime.settings import own_settings
 from dspark_jax.train import (
     drafter_loss,
@@ -228,6 +229,6 @@ def _measure(
     if readme.is_file():
         shutil.copyfile(readme, written / "README-main.md")
     text = drafter_readme.readme(options, checkpoint, sequences, loop.read_log(log), new, old)
-    (written / "README.md").write_text(text, encoding="utf-8")
+    write_text(written / "README.md", text)
     for told in drafter_readme.summary(new, old):
         show.say(told)

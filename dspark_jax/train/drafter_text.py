@@ -17,6 +17,7 @@ import numpy as np
 
 import dspark_jax as dspark
 from dspark_jax.errors import ConfigError
+from dspark_jax.runtime import files
 from dspark_jax.train.text_files import Prompts
 
 AT_ONCE = 4  # times as many sequences as streams are asked for in one call
@@ -105,7 +106,7 @@ def write(
     while done < plan.count:
         numbers = range(done, min(plan.count, done + AT_ONCE * plan.streams))
         lines = _generate(model, prompts, plan, numbers)
-        with open(path, "ab") as file:
+        with files.naming(path), open(path, "ab") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         done = numbers.stop
         advance(len(lines), sum(len(line["tokens"]) - line["prompt"] for line in lines))

@@ -15,6 +15,7 @@ from dspark_jax._version import __version__
 from dspark_jax.checkpoints.writer import write_official
 from dspark_jax.config import ModelConfig
 from dspark_jax.model.parameters import RandomSource
+from dspark_jax.runtime.files import write_text
 from dspark_jax.train import (
     data,
     drafter_stage,
@@ -60,7 +61,7 @@ def write(
         measure.texts(model),
         summary(loop.read_log(log)),
     )
-    (target / "README.md").write_text(told, encoding="utf-8")
+    write_text(target / "README.md", told)
 
 
 def summary(log: list[dict]) -> dict:

@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.errors import ConfigError, NumericsError
 from dspark_jax.loading.host_memory import available_memory
-from dspark_jax.runtime.interrupts import watch_interrupts
+from dspark_jax.runtime import files
+from dspark_jax.runtime.interrupts import deferred_interrupts, watch_interrupts
 from dspark_jax.train import quantise, states
 from dspark_jax.train.states import Params, State
 
@@ -139,7 +140,7 @@ def fit(
         batch = jax.device_put(task.batch(state.step), spread)
         return state.params, state.optimiser, frozen, batch, jnp.asarray(state.step)
 
-    with naming_what_to_lower():
+    with naming_what_to_lower(), deferred_interrupts():
         needed = {state.step >= task.quantise_from, end > task.quantise_from}
         programs = {kind: make_step(task, mesh, kind).lower(*arguments(state)) for kind in needed}
         programs = {
@@ -204,6 +205,7 @@ class Log:
 
     def __init__(self, path: Path, done: int = 0):
         """done: the steps that the run goes on from."""
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(path) if line["step"] <= done]
         self._file = path.open("w")
@@ -211,8 +213,9 @@ class Log:
             self.write(**line)
 
     def write(self, **values) -> None:
-        self._file.write(json.dumps({k: rounded(v) for k, v in values.items()}) + "\n")
-        self._file.flush()
+        with files.naming(self._path):
+            self._file.write(json.dumps({k: rounded(v) for k, v in values.items()}) + "\n")
+            self._file.flush()
 
 
 def read_log(path: Path) -> list[dict]:

@@ -14,6 +14,7 @@ Each part goes on where it stopped.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +94,14 @@ def run(options: Options) -> None:
     if options.drafter is not None:
         drafter_options.check(options.drafter)
         drafter_options.check_lengths(options.drafter, config.dspark_block_size)
-    asked = options.settings() | {"--config": config.to_dict()}
+    files = text(options.text, options.seed, config)
+    made = zlib.crc32((options.text / "corpus.npz").read_bytes())
+    asked = options.settings() | {
+        "--config": config.to_dict(),
+        "--text (crc32 of its tokens)": made,
+    }
     if settings.keep(options.run, asked):
         show.say(f"going on from {options.run}")
-    files = text(options.text, options.seed, config)
     corpus = data.load(options.text, options.seed)
     parts, twin, prefixes = main_stage.build(
         config, options.seed, corpus.frequencies(config.vocab_size)

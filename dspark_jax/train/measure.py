@@ -53,13 +53,16 @@ def texts(model: dspark.Model, tokens: int = 96) -> dict[str, list[tuple[str, st
     return out
 
 
-def by_position(model: dspark.Model, prompts: list[list[int]], lengths: list[int]) -> dict:
-    """Greedy decoding of `lengths` new tokens behind each prompt, the whole block drafted always.
+def by_position(
+    model: dspark.Model, prompts: list[list[int]], lengths: list[int], stop_token_ids=None
+) -> dict:
+    """Greedy decoding of up to `lengths` new tokens behind each prompt, the whole block drafted
+    always.
 
     -> prompts, tokens: how many. accepted: by position, the share of rounds in which this draft and
     all before it were accepted; accept_rate: of all drafts; tokens_per_round.
     """
-    stats = dspark.generate(model, prompts, lengths, stop_token_ids=[]).stats
+    stats = dspark.generate(model, prompts, lengths, stop_token_ids=stop_token_ids).stats
     rounds = max(1, stats["rounds"])
     return {
         "prompts": len(prompts),
@@ -77,7 +80,8 @@ def by_kind(model: dspark.Model, room: int) -> dict[str, dict]:
     out = {}
     for kind, prompts in PROMPTS.items():
         ids = [model.tokenizer.encode(prompt).ids[: room // 2] for prompt in prompts]
-        out[kind] = by_position(model, ids, [min(96, room - len(each)) for each in ids])
+        lengths = [min(96, room - len(each)) for each in ids]
+        out[kind] = by_position(model, ids, lengths, stop_token_ids=[])
     return out
 
 

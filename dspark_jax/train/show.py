@@ -29,7 +29,9 @@ def bar(name: str, total: int, done: int = 0) -> Iterator[Callable[[int, str], N
         TextColumn("{task.fields[shown]}", markup=False),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(name, total=total, completed=done, shown="compiling")
         yield lambda by, text: progress.update(task, advance=by, shown=text)
 

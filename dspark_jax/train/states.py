@@ -7,6 +7,10 @@ Orbax writes beside the place and renames, so a run that is killed leaves the st
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.checkpoints.orbax_io import without_patterns
 from dspark_jax.errors import CheckpointError, ConfigError
 
 Params = dict[str, jax.Array]
@@ -41,21 +46,20 @@ def save(path: Path, state: State) -> None:
 
     Raises CheckpointError where that fails, on a full disk say; the older ones stay.
     """
-    import orbax.checkpoint as ocp
-
     leaves = jax.tree.leaves(state.optimiser)
     tree = {"params": state.params, "optimiser": {str(i): leaf for i, leaf in enumerate(leaves)}}
     place = path.absolute() / str(state.step)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not place.exists():
-            with ocp.PyTreeCheckpointer() as checkpointer:
-                checkpointer.save(place, jax.tree.map(np.asarray, tree))
+            with _orbax(place) as (checkpointer, plain):
+                checkpointer.save(plain, jax.tree.map(np.asarray, tree))
     except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk too
+        for left in path.glob(f"{place.name}.*"):  # what Orbax had begun
+            shutil.rmtree(left, ignore_errors=True)
         raise CheckpointError(
-            f"{place}: the state cannot be written ({_first_line(error)}); "
-            f"{_free(path):,} bytes are free. The state before is kept: make room, and the same "
-            "command goes on from there"
+            f"{place}: the state cannot be written ({_reason(error)}); {_free(path):,} bytes are "
+            "free. The state before is kept: make room, and the same command goes on from there"
         ) from error
     for each in path.glob("*"):
         if each.name != place.name:
@@ -93,22 +97,40 @@ def _fitting(path: Path, found: dict[str, np.ndarray], like: Params) -> Params:
 
 
 def _restore(path: Path) -> tuple[dict, int]:
-    import orbax.checkpoint as ocp
-
     step = newest(path)
     if step is None:
         raise ConfigError(f"{path}: there is no state in it; run the stage `{path.name}` first")
     place = path.absolute() / str(step)
     try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            return checkpointer.restore(place), step
+        with _orbax(place) as (checkpointer, plain):
+            return checkpointer.restore(plain), step
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{place}: the state cannot be read ({_first_line(error)}); remove it to begin again"
+            f"{place}: the state cannot be read ({_reason(error)}); remove it to begin again"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+@contextlib.contextmanager
+def _orbax(place: Path):
+    """-> its checkpointer, and `place` by a name that it does not take for a pattern. Within it
+    Orbax says nothing: what fails is raised.
+    """
+    import orbax.checkpoint as ocp
+
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with without_patterns(place) as plain, ocp.PyTreeCheckpointer() as checkpointer:
+            yield checkpointer, plain
+    finally:
+        logger.setLevel(before)
+
+
+def _reason(error: Exception) -> str:
+    full = os.strerror(errno.ENOSPC)
+    if full in str(error):  # behind several lines of where
+        return full
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 

@@ -2,7 +2,6 @@
 function of its seed and steps.
 """
 
-import dataclasses
 import json
 import signal
 
@@ -16,7 +15,6 @@ from flax import nnx
 from dspark_jax.checkpoints import formats
 from dspark_jax.checkpoints.official import OfficialCheckpoint
 from dspark_jax.checkpoints.writer import write_official
-from dspark_jax.config import tiny
 from dspark_jax.errors import ConfigError, NumericsError
 from dspark_jax.loading.load import expected_tensors, load
 from dspark_jax.model.parameters import RandomSource
@@ -34,36 +32,9 @@ from dspark_jax.train import (
     weights,
 )
 
-LENGTH, ROWS, VOCAB = 16, 4, 64
+from helpers.train_parts import CONFIG, VOCAB
 
-CONFIG = dataclasses.replace(
-    tiny(),
-    vocab_size=VOCAB,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    head_dim=24,
-    qk_rope_head_dim=8,
-    q_lora_rank=32,
-    o_groups=2,
-    o_lora_rank=16,
-    sliding_window=8,
-    index_n_heads=2,
-    index_head_dim=8,
-    index_topk=2,
-    num_hash_layers=1,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    hc_mult=2,
-    hc_sinkhorn_iters=2,
-    compress_ratios=(0, 4, 0),
-    dspark_block_size=3,
-    dspark_markov_rank=8,
-    dspark_noise_token_id=1,
-    dspark_target_layer_ids=(0, 1),
-    eos_token_id=(0,),
-)
+LENGTH, ROWS = 16, 4
 
 
 def stream(kind: int, tokens: int = 400) -> data.Stream:
