@@ -4,13 +4,14 @@ anything is begun.
 
 import os
 import shutil
+import sys
 import types
 
 import pytest
 
 from dspark_jax.checkpoints.official import OfficialCheckpoint
 from dspark_jax.checkpoints.replace import replace_tensors
-from dspark_jax.commands import train
+from dspark_jax.commands import allocator, train
 from dspark_jax.commands.main import main
 from dspark_jax.train import drafter_run, loop
 
@@ -138,3 +139,26 @@ def test_too_little_memory(monkeypatch):
 
 def test_the_block_is_the_configs():
     assert CONFIG.dspark_block_size + 8 + 1 == 14  # of which --length 13 above is one short
+
+
+@pytest.mark.parametrize(
+    "arguments, variables, anew",
+    [
+        (["train", "drafter"], {}, True),
+        (["train", "drafter"], {"GLIBC_TUNABLES": "mine"}, True),
+        (["train", "drafter"], allocator.SETTINGS, False),
+        (["train", "drafter", "--help"], {}, False),
+        (["generate", "train"], {}, False),
+        ([], {}, False),
+    ],
+)
+def test_training_begins_anew_with_settings_of_malloc(monkeypatch, arguments, variables, anew):
+    begun = []
+    monkeypatch.setattr(allocator.os, "environ", variables)
+    monkeypatch.setattr(allocator.os, "execve", lambda *what: begun.append(what))
+    monkeypatch.setattr(allocator.sys, "platform", "linux")
+    allocator.settle(arguments)
+    assert len(begun) == anew
+    for program, command, environment in begun:
+        assert command == [program, *sys.orig_argv[1:]]
+        assert environment == {**allocator.SETTINGS, **variables}
