@@ -13,8 +13,8 @@ from dspark_jax.checkpoints.tensor_spec import TensorSpec
 
 from helpers.official_files import SMALL, values_for, write_small
 
-OLD = [TensorSpec("mtp.0.w", (130, 8), "fp8"), TensorSpec("mtp.0.b", (3,), "f32")]
-NEW = [TensorSpec("mtp.0.w", (130, 8), "fp8"), TensorSpec("mtp.0.c", (5,), "bf16")]
+OLD = [TensorSpec("draft.0.w", (130, 8), "fp8"), TensorSpec("draft.0.b", (3,), "f32")]
+NEW = [TensorSpec("draft.0.w", (130, 8), "fp8"), TensorSpec("draft.0.c", (5,), "bf16")]
 
 
 def new_items():
@@ -39,12 +39,12 @@ def test_everything_else_keeps_its_bytes(tmp_path, shard):
     source, told = OfficialCheckpoint.open(tmp_path / "old"), []
     assert (INDEX in os.listdir(tmp_path / "old")) == (shard is not None)
     replace.replace_tensors(
-        source, tmp_path / "new", "mtp.", new_items(), lambda done, all: told.append((done, all))
+        source, tmp_path / "new", "draft.", new_items(), lambda done, all: told.append((done, all))
     )
     target = OfficialCheckpoint.open(tmp_path / "new")
     target.check(SMALL + NEW)
     before, after = stored(source), stored(target)
-    kept = [name for name in before if not name.startswith("mtp.")]
+    kept = [name for name in before if not name.startswith("draft.")]
     assert kept and all(after[name] == before[name] for name in kept)
     for spec, values in new_items():
         np.testing.assert_allclose(target.read(spec), values, rtol=0.1, atol=0.01)
@@ -59,7 +59,7 @@ def test_replaced_twice(tmp_path):
     write_small(tmp_path / "a", SMALL + OLD, max_shard_bytes=20_000)
     for before, after in (("a", "b"), ("b", "c")):
         source = OfficialCheckpoint.open(tmp_path / before)
-        replace.replace_tensors(source, tmp_path / after, "mtp.", new_items())
+        replace.replace_tensors(source, tmp_path / after, "draft.", new_items())
     assert stored(OfficialCheckpoint.open(tmp_path / "b")) == stored(
         OfficialCheckpoint.open(tmp_path / "c")
     )
@@ -74,5 +74,5 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(replace, "_copy", full)
     with pytest.raises(CheckpointError, match="new: cannot be written .No space left"):
-        replace.replace_tensors(source, tmp_path / "new", "mtp.", new_items())
+        replace.replace_tensors(source, tmp_path / "new", "draft.", new_items())
     assert not os.listdir(tmp_path / "new")
