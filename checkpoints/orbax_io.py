@@ -70,12 +70,12 @@ def write_unit(path: Path, unit: Unit, arrays: dict[str, Any]) -> None:
     with ocp.Checkpointer(
         ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
     ) as checkpointer:
-        with _without_patterns(path.absolute()) as plain:
+        with without_patterns(path.absolute()) as plain:
             checkpointer.save(plain, args=ocp.args.PyTreeSave(arrays, save_args=args))
 
 
 @contextlib.contextmanager
-def _without_patterns(path: Path) -> Iterator[Path]:
+def without_patterns(path: Path) -> Iterator[Path]:
     """`path`, by another name where Orbax would take it for a pattern: in "a[1]" it finds no file
     of its own again, and writes no array.
     """

@@ -1,5 +1,5 @@
 """The command line: `dspark generate | bench | inspect | convert | plan | replay | calibrate |
-synthetic`. Exit status 0; 2 for wrong use; 1 for failure; 130 after Ctrl-C.
+synthetic | train`. Exit status 0; 2 for wrong use; 1 for failure; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dspark_jax.commands import (
     plan,
     replay,
     synthetic,
+    train,
 )
 from dspark_jax.commands.arguments import Parser
 from dspark_jax.commands.early_interrupt import ready
@@ -35,7 +36,9 @@ def main(argv: list[str] | None = None, prepare: Callable[[], None] | None = Non
     """
     name = "dspark"
     try:
-        args = _parsed(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        args = _parsed(argv)
+        args.argv = argv
         name = f"dspark {args.command}"
         if prepare is not None:
             prepare()
@@ -102,7 +105,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dspark-jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = generate, bench, inspect_checkpoint, convert, plan, replay, calibrate, synthetic
+    modules = (
+        generate,
+        bench,
+        inspect_checkpoint,
+        convert,
+        plan,
+        replay,
+        calibrate,
+        synthetic,
+        train,
+    )
     for module in modules:
         module.add_parser(commands)
     return parser

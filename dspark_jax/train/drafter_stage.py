@@ -1,15 +1,15 @@
-"""Training of the drafter on the frozen main model, as it ships: quantised weights, quantised
+"""Training of a drafter on a frozen main model, as that one runs: stored weights, quantised
 activations.
 
-The target of a draft is what the main model would say (its argmax), not the text. At a random
-anchor the drafts are compared with the main model's choices along the text; a draft counts only
-while the text agrees with the main model, because after the first disagreement the main model
-would have gone another way.
+The drafter sees the main model's captured hidden states along text that the main model wrote; at
+anchors drawn from each sequence it proposes a block, the Markov head given the text's own tokens
+(teacher forcing). drafter_loss.py compares with the main model's distribution.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from dspark_jax.config import ModelConfig
@@ -17,67 +17,65 @@ from dspark_jax.model import whole_sequence
 from dspark_jax.model.dspark_drafter import DSparkDrafter
 from dspark_jax.model.layers.numerics import Numerics
 from dspark_jax.model.main import MainModel
-from dspark_jax.model.parameters import RandomSource
-from dspark_jax.train import data, optimiser, weights
+from dspark_jax.model.parameters import RandomSource, Source
+from dspark_jax.train import drafter_loss, optimiser, weights
+from dspark_jax.train.drafter_text import Sequences
 from dspark_jax.train.loop import Task
-from dspark_jax.train.main_stage import KINDS
-
-DECAY = 0.9  # weight of a draft position relative to the one before it
-CONFIDENCE_WEIGHT = 0.1
 
 
-def build(config: ModelConfig, seed: int) -> tuple[weights.Parts, nnx.GraphDef, dict]:
-    """-> the float drafter taken apart, its twin's structure (quantised activations), and the
-    official prefixes by path.
+def build(
+    config: ModelConfig, source: Source, dtype: str = "float32"
+) -> tuple[weights.Parts, nnx.GraphDef, dict]:
+    """-> the drafter of `source` taken apart, its twin's structure (quantised activations), and the
+    official prefixes by path. dtype: what it computes in; its values are float32.
     """
-    source = weights.PrefixSource(RandomSource(seed + 1))
-    drafter = DSparkDrafter(config, Numerics("float32", activation_quant=False), source)
-    twin = nnx.split(
-        DSparkDrafter(config, Numerics("float32", activation_quant=True), RandomSource(seed)),
-        nnx.Param,
-        ...,
-    )[0]
-    return weights.take_apart(drafter), twin, source.prefixes(drafter)
+    named = weights.PrefixSource(source)
+    drafter = DSparkDrafter(config, Numerics(dtype, activation_quant=False), named)
+    twin = DSparkDrafter(config, Numerics(dtype, activation_quant=True), RandomSource(0))
+    graph = nnx.split(twin, nnx.Param, ...)[0]
+    return weights.take_apart(drafter), graph, named.prefixes(drafter)
 
 
-def targets(main: MainModel, tokens: jax.Array, anchors: jax.Array, block: int):
-    """tokens [B, S], anchors [B, Q] -> hidden [B, S, N*D], the main model's choices [B, Q, K], and
-    which of them count [B, Q, K].
+def draw_anchors(
+    starts: np.ndarray, ends: np.ndarray, block: int, count: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Anchors of each sequence: one from each of `count` equal parts of what the main model wrote,
+    where a whole block follows.
 
-    Choice i follows position anchor + i; it counts while the text has followed the choices before
-    it.
+    starts, ends [B]: the first token that it wrote, and the length of the sequence.
+    -> positions [B, count] int32, and their share [B, count] float32: equal over all that count
+    (mean 1 / count over the batch), 0 for a sequence that is too short.
     """
-    logits, hidden, _ = whole_sequence.forward(main, tokens)
-    choices = jnp.argmax(logits, axis=-1)
-    places = anchors[..., None] + jnp.arange(block)
-    chosen = jnp.take_along_axis(choices[:, None], places, axis=2)
-    text = jnp.take_along_axis(
-        tokens[:, None], jnp.minimum(places + 1, tokens.shape[1] - 1), axis=2
-    )
-    followed = jnp.cumprod((chosen == text)[..., :-1], axis=-1)
-    counts = jnp.concatenate([jnp.ones_like(followed[..., :1]), followed], axis=-1)
-    return jax.lax.stop_gradient((hidden, chosen, counts.astype(jnp.float32)))
+    room = ends - block - starts  # anchors that there are: a block reaches anchor + block
+    parts = (np.arange(count) + rng.random((len(starts), count))) / count
+    places = np.maximum(starts[:, None] + (parts * room[:, None]).astype(np.int64), 1)
+    valid = np.broadcast_to(room[:, None] > 0, places.shape)
+    share = valid / max(1, valid.sum()) * len(starts)
+    return np.where(valid, places, 1).astype(np.int32), share.astype(np.float32)
 
 
-def losses(logits: jax.Array, confidence: jax.Array, chosen: jax.Array, counts: jax.Array):
-    """[B, Q, K, V], [B, Q, K] each -> cross-entropy, confidence loss, drafts accepted [B, Q] (of
-    those that count).
+def batch_of(
+    sequences: Sequences, step: int, rows: int, anchors: int, block: int, seed: int
+) -> dict[str, np.ndarray]:
+    """The batch of a step, a pure function of it: the sequences come in another order each time
+    round.
     """
-    nats = (
-        jax.nn.logsumexp(logits, axis=-1)
-        - jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0]
+    numbers = np.arange(step * rows, (step + 1) * rows)
+    orders = {
+        turn: np.random.default_rng([seed, 1, turn]).permutation(len(sequences.tokens))
+        for turn in set(numbers // len(sequences.tokens))
+    }
+    chosen = [orders[n // len(sequences.tokens)][n % len(sequences.tokens)] for n in numbers]
+    rng = np.random.default_rng([seed, 2, step])
+    places, share = draw_anchors(
+        sequences.starts[chosen], sequences.ends[chosen], block, anchors, rng
     )
-    weight = counts * DECAY ** jnp.arange(chosen.shape[-1])
-    matched = (jnp.argmax(logits, axis=-1) == chosen).astype(jnp.float32)
-    run = jnp.cumprod(matched * counts, axis=-1)
-    # Confidence is asked for only where every draft before was accepted: what the gate observes.
-    observed = counts * jnp.concatenate([jnp.ones_like(run[..., :1]), run[..., :-1]], axis=-1)
-    surprise = jax.nn.softplus(confidence) - matched * confidence
-    return (
-        (nats * weight).sum() / weight.sum(),
-        (surprise * observed).sum() / observed.sum(),
-        run.sum(-1),
-    )
+    return {
+        "tokens": sequences.tokens[chosen],
+        "greedy": sequences.greedy[chosen].astype(np.float32),
+        "anchors": places,
+        "share": share,
+    }
 
 
 def task(
@@ -85,43 +83,43 @@ def task(
     parts: weights.Parts,
     twin: nnx.GraphDef,
     main: MainModel,
-    corpus: data.Corpus,
+    sequences: Sequences,
+    *,
     steps: int,
     rows: int,
-    length: int,
+    anchors: int,
     rates: tuple[float, float],
-    anchors: int = 48,
+    quantise_from: int,
+    seed: int = 0,
+    loss_weights: drafter_loss.Weights = drafter_loss.Weights(),
 ) -> Task:
-    """main: the trained model, weights as stored, activations quantised. anchors: drafts per
-    window.
+    """rates: peak learning rates of Muon and of Adam. rows: sequences a step. anchors: drafts that
+    start in each. quantise_from: the step from which on the drafter's weights and activations are
+    quantised as they are stored and run.
     """
-    main_graph, main_state = nnx.split(main)
-    block = config.dspark_block_size
+    graph, state = nnx.split(main)
+    block, dtype = config.dspark_block_size, main.numerics.dtype
 
     def loss(params, frozen, batch, quantised):
-        main = nnx.merge(main_graph, frozen)
-        hidden, chosen, counts = targets(main, batch["tokens"], batch["anchors"], block)
+        main, tokens, places = nnx.merge(graph, frozen), batch["tokens"], batch["anchors"]
+        logits, hidden, _ = whole_sequence.forward(main, tokens)
+        logits, hidden = jax.lax.stop_gradient((logits, hidden))
+        params = {k: v.astype(parts.declared[k].array_dtype(dtype)) for k, v in params.items()}
         drafter = parts.module(params, twin if quantised else None)
-        logits, confidence = whole_sequence.draft_forward(
-            drafter, main, hidden, batch["tokens"], batch["anchors"]
+        drafts, confidence = whole_sequence.draft_forward(drafter, main, hidden, tokens, places)
+        rows, along = jnp.arange(len(tokens))[:, None, None], places[..., None] + jnp.arange(block)
+        return drafter_loss.loss(
+            loss_weights,
+            drafts,
+            confidence,
+            logits[rows, along],
+            tokens[rows, along + 1],
+            batch["share"],
+            batch["greedy"],
         )
-        entropy, surprise, accepted = losses(logits, confidence, chosen, counts)
-        kinds = jax.nn.one_hot(batch["kinds"], len(KINDS))
-        measures = {
-            "tokens_loss": entropy,
-            "confidence": surprise,
-            "accepted": accepted.sum(1) @ kinds,
-            "proposed": counts.sum((1, 2)) @ kinds,
-        }
-        return entropy + CONFIDENCE_WEIGHT * surprise, measures
 
     def batch(step):
-        unseen = 10_000_000 + step  # the main model was not trained on the text of this step
-        tokens, kinds = corpus.batch(unseen, rows, length - 1, late=True)
-        rng = np.random.default_rng([corpus.seed, step, 1])
-        width = (length - block - 1) // anchors
-        places = 1 + np.arange(anchors) * width + rng.integers(0, width, (rows, anchors))
-        return {"tokens": tokens, "kinds": kinds, "anchors": places.astype(np.int32)}
+        return batch_of(sequences, step, rows, anchors, block, seed)
 
     decay, warmup = max(1, steps // 3), max(1, min(40, steps // 10))
     schedules = [optimiser.schedule(rate, steps, warmup, decay) for rate in rates]
@@ -129,16 +127,18 @@ def task(
         "drafter",
         loss,
         batch,
-        optimiser.make(parts.tensors, *schedules),
+        without_router_bias(optimiser.make(parts.tensors, *schedules)),
         parts.storages,
         steps,
-        steps - max(1, steps // 5),
-        frozen=main_state,
+        quantise_from,
+        frozen=state,
     )
 
 
-def acceptance(measures: dict, kinds: tuple[str, ...]) -> float:
-    """Accepted share of the drafts that count, of the given kinds; nan when none occurred."""
-    index = [KINDS.index(k) for k in kinds]
-    proposed = measures["proposed"][index].sum()
-    return float(measures["accepted"][index].sum() / proposed) if proposed else float("nan")
+def without_router_bias(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Router biases stay as they are: no gradient reaches them, and weight decay must not."""
+
+    def biases(params):
+        return {name: name.endswith("ffn.bias") for name in params}
+
+    return optax.chain(inner, optax.masked(optax.set_to_zero(), biases))

@@ -1,15 +1,21 @@
-"""Writes the trained model in the official layout, and a README that says what it is and what was
-measured.
+"""Writes a main model that was trained here in the official layout, and a README that says what was
+run and measured.
 """
 
+from __future__ import annotations
+
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import numpy as np
 
+import dspark_jax as dspark
+from dspark_jax._version import __version__
 from dspark_jax.checkpoints.writer import write_official
 from dspark_jax.config import ModelConfig
+from dspark_jax.model.parameters import RandomSource
+from dspark_jax.runtime.files import write_text
 from dspark_jax.train import (
     data,
     drafter_stage,
@@ -17,6 +23,7 @@ from dspark_jax.train import (
     main_stage,
     measure,
     quantise,
+    show,
     tokenizer,
     weights,
 )
@@ -24,60 +31,44 @@ from dspark_jax.train import (
 LICENCES = {
     "prose": "public domain (packaged under MIT or CC0)",
     "code": "PSF License Version 2",
-    "math": "ours, generated",
-    "count": "ours, generated",
-    "cycle": "ours, generated",
-    "functions": "ours, generated",
 }
+GENERATED = "ours, generated"
 
 
-def write(options, config: ModelConfig, corpus: data.Corpus, say: Callable[[str], None]) -> None:
-    """Stage `export`: --run/main.safetensors and drafter.safetensors to --out. Without the latter
-    the drafter is untrained.
+def write(
+    options, target: Path, config: ModelConfig, corpus: data.Corpus, built: tuple, values
+) -> None:
+    """The main model of `values` with a drafter of random values, to `target`. built: what
+    `main_stage.build` gave.
     """
-    built = main_stage.build(config, options.seed, corpus.frequencies(config.vocab_size))
-    main, main_items = _trained(options.run / "main.safetensors", built)
-    trained = (options.run / "drafter.safetensors").exists()
-    _, drafter_items = _trained(
-        options.run / "drafter.safetensors",
-        drafter_stage.build(config, options.seed),
-        required=False,
-    )
-    write_official(
-        options.out,
-        config.to_dict(),
-        main_items + drafter_items,
-        tokenizer=options.cache / "tokenizer.json",
-    )
-    say(
-        f"wrote {options.out}: {(options.out / 'model.safetensors').stat().st_size / 1e6:.2f} "
-        "MB; measuring"
-    )
-    figures = measure.report(options.out) | {"held_out": main_stage.held_out(main, corpus)}
-    log = {stage: summary(options.run / f"{stage}.jsonl") for stage in ("main", "drafter")}
-    origin = json.loads((options.cache / "sources.json").read_text())
-    (options.out / "README.md").write_text(readme(options, origin, figures, log, trained))
-    say(f"measured in {figures['seconds']:.0f} s; see {options.out / 'README.md'}")
-
-
-def _trained(path: Path, built: tuple, required: bool = True):
-    """-> the module as it ships and its official tensors."""
     parts, twin, prefixes = built
-    values = parts.values
-    if required or path.exists():
-        values = loop.load_params(path, parts.values)
+    drafter, _, drafter_prefixes = drafter_stage.build(config, RandomSource(options.seed + 1))
     items = weights.official_items(parts.module(values), prefixes)
-    return parts.module(quantise.parameters(values, parts.storages), twin), items
+    items += weights.official_items(drafter.module(drafter.values), drafter_prefixes)
+    write_official(target, config.to_dict(), items, tokenizer=options.text / "tokenizer.json")
+    show.say(f"wrote {target}; measuring")
+    shipped = parts.module(quantise.parameters(values, parts.storages), twin)
+    held_out = main_stage.held_out(shipped, corpus)
+    model = dspark.load(target, max_seq_len=512)
+    log = options.run / "main.jsonl"
+    shutil.copyfile(log, target / "main.jsonl")
+    origin = json.loads((options.text / "sources.json").read_text())
+    told = readme(
+        options,
+        origin,
+        held_out,
+        measure.counting(model),
+        measure.texts(model),
+        summary(loop.read_log(log)),
+    )
+    write_text(target / "README.md", told)
 
 
-def summary(path: Path) -> dict | None:
+def summary(log: list[dict]) -> dict:
     """Steps, seconds in steps (without compilation and pauses) and a few points of the loss curve,
     from a stage's log.
     """
-    if not path.exists():
-        return None
-    rows = map(json.loads, path.read_text().splitlines())
-    lines = {row["step"]: row for row in rows}  # a resumed step counts once
+    lines = {row["step"]: row for row in log}
     steps = sorted(lines)
     typical = np.median([lines[s]["seconds"] for s in steps])
     seconds = sum(lines[s]["seconds"] for s in steps if lines[s]["seconds"] < 20 * typical)
@@ -94,80 +85,66 @@ def summary(path: Path) -> dict | None:
     }
 
 
-def readme(options, origin: dict, figures: dict, log: dict, trained: bool) -> str:
-    right, numbers = figures["counting"]
-    rows = "\n".join(
-        f"| {kind} | {figures['held_out'][kind]:.2f} | {a['accept_rate']:.0%} | "
-        f"{a['tokens_per_round']:.2f} |"
-        for kind, a in figures["acceptance"].items()
-    )
+def readme(
+    options,
+    origin: dict[str, str],
+    held_out: dict[str, float],
+    counting: tuple[int, int],
+    texts: dict[str, list[tuple[str, str]]],
+    log: dict,
+) -> str:
+    """Markdown. origin: where each kind of text is from. held_out: bits a byte by reported kind.
+    counting: see `measure.counting`. texts: (prompt, what follows) by kind. log: see `summary`.
+    """
+    bits = "\n".join(f"| {kind} | {value:.2f} |" for kind, value in held_out.items())
     sources = "\n".join(
         f"| {kind} | {share:.0%}, {data.LATE_MIXTURE[kind]:.0%} | {origin[kind]} | "
-        f"{LICENCES[kind]} |"
+        f"{LICENCES.get(kind, GENERATED)} |"
         for kind, share in data.MIXTURE.items()
     )
     samples = "\n\n".join(
-        f"```\n{prompt}⏵{text}\n```"
-        for kind, a in figures["acceptance"].items()
-        for prompt, text in list(zip(measure.PROMPTS[kind], a["texts"], strict=True))[:2]
+        f"```\n{prompt}⏵{text}\n```" for pairs in texts.values() for prompt, text in pairs[:2]
     )
-    stages = "\n".join(
-        f"* {name}: {s['steps']} steps, {s['seconds'] / 60:.0f} minutes; loss in nats by step: "
-        f"{s['curve']}"
-        for name, s in log.items()
-        if s
-    )
-    return f"""# The embedded checkpoint
+    shares = "at first, in the last third"
+    if options.init:  # see main_run: the late mixture from the beginning
+        shares = "(the second number, throughout)"
+    return f"""# A main model by dspark-jax
 
-A small DeepSeek-V4 model with a DSpark drafter in the official layout, trained by this \
-project from nothing. It exists so that
-everything in this library can be run and tested on a laptop.
-{"" if trained else chr(10) + "**The drafter of this export is not trained.**" + chr(10)}
-## Training
+A small DeepSeek-V4 model in the official layout, trained by dspark-jax {__version__} \
+{f"from the state {options.init}" if options.init else "from nothing"}. **Its drafter is not \
+trained**: the values are random. `dspark train drafter` trains one.
+
+## What was run
 
 ```
-{command(options)}
+{options.command}
 ```
 
-{options.rows} windows of {options.length} tokens a step, Muon and Adam, seed {options.seed}; in \
-the last fifth of the steps
-weights and activations are quantised as they are stored and run, straight through.
+{log["steps"]} steps of {options.rows} windows of {options.length} tokens, Muon \
+({options.muon_rate:g}) and Adam ({options.adam_rate:g}), seed {options.seed}, {options.devices} \
+device{"s" if options.devices > 1 else ""}, {log["seconds"] / 60:.0f} minutes; in the last fifth \
+of the steps weights and activations are quantised as they are stored and run, straight through. \
+Loss in nats by step: {log["curve"]}. `main.jsonl` has a line a step.
 
-{stages}
-
-| kind | share of windows at first, in the last third | text | licence |
+| kind | share of windows {shares} | text | licence |
 |---|---|---|---|
 {sources}
 
 The text itself is not part of this project. `tokenizer.json`: byte-level BPE trained on the same \
-text; {tokenizer.EOS} ends a
-document.
+text; {tokenizer.EOS} ends a document.
 
 ## Measured
 
-Greedy, {len(measure.PROMPTS["prose"])} prompts a kind, 96 new tokens each, the whole block \
-drafted and verified every round.
+| kind | held-out bits a byte |
+|---|---|
+{bits}
 
-| kind | held-out bits/byte | drafts accepted | tokens a round |
-|---|---|---|---|
-{rows}
-
-Counting on from {len(measure.COUNTS)} runs of one- to three-digit numbers: {right} of {numbers} \
-numbers right (a run counts up to
-its first wrong number).
+Counting on from {len(measure.COUNTS)} runs of one- to three-digit numbers: {counting[0]} of \
+{counting[1]} numbers right (a run counts up to its first wrong number).
 
 ## Samples
 
-What stands before ⏵ is the prompt.
+Greedy. What stands before ⏵ is the prompt.
 
 {samples}
 """
-
-
-def command(options) -> str:
-    o = options
-    return (
-        f"python -m dspark_jax.train all --steps {o.steps} --drafter-steps {o.drafter_steps} "
-        f"--rows {o.rows} --length {o.length} --muon-rate {o.muon_rate:g} --adam-rate "
-        f"{o.adam_rate:g} --seed {o.seed}"
-    )

@@ -2,15 +2,15 @@
 interrupted or not.
 
 A stage gives a loss over parameters and a batch that is a pure function of the step. The state
-(parameters, optimiser state, step) is one safetensors file, replaced atomically.
+(parameters, optimiser state, step) is kept by states.py.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from safetensors.numpy import load_file, save_file
 
-from dspark_jax.runtime.interrupts import watch_interrupts
-from dspark_jax.train import quantise
-
-Params = dict[str, jax.Array]
+from dspark_jax.errors import ConfigError, NumericsError
+from dspark_jax.loading.host_memory import available_memory
+from dspark_jax.runtime import files
+from dspark_jax.runtime.interrupts import deferred_interrupts, watch_interrupts
+from dspark_jax.train import quantise, states
+from dspark_jax.train.states import Params, State
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,66 +51,6 @@ class Task:
     quantise_from: int
     after: Callable[[Params, dict, jax.Array], Params] = lambda params, measures, step: params
     frozen: Any = ()
-
-
-@dataclasses.dataclass
-class State:
-    """Everything that a resumed run needs. step: how many steps are done."""
-
-    params: Params
-    optimiser: Any
-    step: int = 0
-
-
-def save(path: Path, state: State) -> None:
-    """Writes `path` atomically."""
-    arrays = {f"param.{name}": np.asarray(value) for name, value in state.params.items()}
-    arrays |= {
-        f"optimiser.{i}": np.asarray(leaf)
-        for i, leaf in enumerate(jax.tree.leaves(state.optimiser))
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    save_file({**arrays, "step": np.array(state.step)}, temporary)
-    os.replace(temporary, path)
-
-
-def load(path: Path, like: State) -> State:
-    """Reads what `save` wrote; `like` gives the structure. ValueError when the file is of another
-    model or optimiser.
-    """
-    params, (leaves, treedef) = load_params(path, like.params), jax.tree.flatten(like.optimiser)
-    arrays = load_file(path)
-    optimiser = [arrays.get(f"optimiser.{i}") for i in range(len(leaves))]
-    if any(
-        new is None or new.shape != np.shape(old)
-        for new, old in zip(optimiser, leaves, strict=True)
-    ):
-        raise ValueError(
-            f"{path}: made by another optimiser; give another --run folder or delete the file"
-        )
-    return State(
-        params, jax.tree.unflatten(treedef, map(jnp.asarray, optimiser)), int(arrays["step"])
-    )
-
-
-def load_params(path: Path, like: Params) -> Params:
-    """The parameters alone. FileNotFoundError names the stage to run, ValueError the parameters
-    that do not fit.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run the stage `{path.stem}` first")
-    arrays = load_file(path)
-    found = {name: arrays.get(f"param.{name}") for name in like}
-    wrong = [
-        name for name, old in like.items() if found[name] is None or found[name].shape != old.shape
-    ]
-    if wrong:
-        raise ValueError(
-            f"{path}: made by another model, these parameters differ: {', '.join(wrong)}; give "
-            "another --run folder"
-        )
-    return jax.tree.map(jnp.asarray, found)
 
 
 @functools.cache
@@ -157,9 +98,9 @@ def _spread(grads: Params, mesh: Mesh) -> Params:
     return jax.tree.map(cut, grads)
 
 
-def data_mesh() -> Mesh:
-    """All devices along "data"."""
-    return Mesh(np.array(jax.devices()), ("data",))
+def data_mesh(devices: int | None = None) -> Mesh:
+    """The first devices (None: all) along "data"."""
+    return Mesh(np.array(jax.devices()[:devices]), ("data",))
 
 
 def fit(
@@ -169,62 +110,125 @@ def fit(
     report: Callable[[int, dict], None],
     save_every: float = 120.0,
     stop: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Params:
-    """Trains `task` from `path` if it exists, else from `params`; -> the final parameters (not
-    passed through their storage).
+    """Trains `task` from the newest state in the folder `path`, where there is one, else from
+    `params`; -> the final parameters (not passed through their storage).
 
     report(step, measures) is called after every step with host arrays. Saves every `save_every`
     seconds, at the end, on Ctrl-C.
-    stop: end before this step and save, as if interrupted.
+    stop: end before this step and save, as if interrupted. mesh: see `data_mesh`.
+
+    Raises ConfigError where a step does not fit in memory, NumericsError where the loss is no
+    number.
     """
-    mesh = data_mesh()
+    mesh = mesh or data_mesh()
     state = State(
         jax.tree.map(jnp.copy, params), jax.jit(task.optimiser.init)(params)
     )  # a copy: steps give their input away
-    if path.exists():
-        state = load(path, state)
+    if states.newest(path) is not None:
+        state = states.load(path, state)
     same = NamedSharding(mesh, PartitionSpec())
     state.params, state.optimiser = jax.device_put((state.params, state.optimiser), same)
     frozen = jax.device_put(task.frozen, same)
-    steps = {False: make_step(task, mesh, False), True: make_step(task, mesh, True)}
     end, saved = min(task.steps, task.steps if stop is None else stop), time.monotonic()
+    if state.step >= end:
+        return state.params
+
+    def arguments(state):
+        spread = NamedSharding(mesh, PartitionSpec("data"))
+        batch = jax.device_put(task.batch(state.step), spread)
+        return state.params, state.optimiser, frozen, batch, jnp.asarray(state.step)
+
+    with naming_what_to_lower(), deferred_interrupts():
+        needed = {state.step >= task.quantise_from, end > task.quantise_from}
+        programs = {kind: make_step(task, mesh, kind).lower(*arguments(state)) for kind in needed}
+        programs = {
+            kind: fitting(lowered.compile(), mesh.size) for kind, lowered in programs.items()
+        }
     # In the middle of a step its arrays are given away: a step is finished first.
     with watch_interrupts(at_once=False) as interrupt:
         while state.step < end and not interrupt.seen:
-            batch = jax.device_put(
-                task.batch(state.step), NamedSharding(mesh, PartitionSpec("data"))
-            )
-            run = steps[state.step >= task.quantise_from]
-            params, optimiser, measures = run(
-                state.params, state.optimiser, frozen, batch, jnp.asarray(state.step)
-            )
+            with naming_what_to_lower():
+                run = programs[state.step >= task.quantise_from]
+                params, optimiser, measures = run(*arguments(state))
+                measures = jax.device_get(measures)
             state = State(params, optimiser, state.step + 1)
-            measures = jax.device_get(measures)
             if not np.isfinite(measures["loss"]):
-                raise FloatingPointError(
+                raise NumericsError(
                     f"{task.name}: the loss is {measures['loss']} at step {state.step}; lower "
                     "the rates"
                 )
             report(state.step, measures)
             if time.monotonic() - saved > save_every:
-                save(path, state)
+                states.save(path, state)
                 saved = time.monotonic()
-    save(path, state)
+        states.save(path, state)
     if interrupt.seen:
         raise KeyboardInterrupt
     return state.params
 
 
-class Log:
-    """Appends one JSON object a step to a file."""
+LOWER = "lower --rows, --length or, of a drafter, --anchors"
 
-    def __init__(self, path: Path):
+
+@contextlib.contextmanager
+def naming_what_to_lower() -> Iterator[None]:
+    """Where a device has no more memory, what jax says of it becomes a ConfigError that helps."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = str(error).splitlines()[0][:200]
+        raise ConfigError(f"a training step does not fit in memory ({first}); {LOWER}") from error
+
+
+def fitting(program, devices: int):
+    """The compiled step. Raises ConfigError where a CPU's memory is too small for it: there the
+    system would end the process without a word. devices: how many of them share the memory.
+    """
+    if jax.default_backend() == "cpu" and (sizes := program.memory_analysis()) is not None:
+        needed, left = sizes.temp_size_in_bytes * devices, available_memory()
+        if needed > left:
+            raise ConfigError(
+                f"a training step does not fit in memory: it needs {needed / 1e9:.1f} GB beside "
+                f"what is loaded, {left / 1e9:.1f} GB are available; {LOWER}"
+            )
+    return program
+
+
+class Log:
+    """Appends one JSON object a step to a file. What it holds of steps that are to come again is
+    dropped.
+    """
+
+    def __init__(self, path: Path, done: int = 0):
+        """done: the steps that the run goes on from."""
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
+        kept = [line for line in read_log(path) if line["step"] <= done]
+        self._file = path.open("w")
+        for line in kept:
+            self.write(**line)
 
     def write(self, **values) -> None:
-        rounded = {
-            k: v if isinstance(v, (int, str)) else round(float(v), 4) for k, v in values.items()
-        }
-        self._file.write(json.dumps(rounded) + "\n")
-        self._file.flush()
+        with files.naming(self._path):
+            self._file.write(json.dumps({k: rounded(v) for k, v in values.items()}) + "\n")
+            self._file.flush()
+
+
+def read_log(path: Path) -> list[dict]:
+    """Whole lines of a log; none where there is none."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def rounded(value):
+    """Four places, as JSON can say it: None for what is no number."""
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    if value is None or isinstance(value, (int, str)):
+        return value
+    return round(float(value), 4) if np.isfinite(value) else None

@@ -1,8 +1,6 @@
 """What the finished checkpoint can do, through the library's own `load` and `generate`."""
 
 import re
-import time
-from pathlib import Path
 
 import dspark_jax as dspark
 
@@ -46,19 +44,44 @@ COUNTS = (
 )
 
 
-def acceptance(model: dspark.Model, tokens: int = 96) -> dict[str, dict]:
-    """By kind of prompt, the whole block drafted always: accepted share of drafts, tokens a round,
-    tokens a second, texts.
+def texts(model: dspark.Model, tokens: int = 96) -> dict[str, list[tuple[str, str]]]:
+    """By kind of prompt, (prompt, what follows greedily). Plain: the drafter may be any."""
+    out = {}
+    for kind, prompts in PROMPTS.items():
+        result = dspark.generate(model, list(prompts), tokens, "plain", stop_token_ids=[])
+        out[kind] = list(zip(prompts, result.texts, strict=True))
+    return out
+
+
+def by_position(
+    model: dspark.Model, prompts: list[list[int]], lengths: list[int], stop_token_ids=None
+) -> dict:
+    """Greedy decoding of up to `lengths` new tokens behind each prompt, the whole block drafted
+    always.
+
+    -> prompts, tokens: how many. accepted: by position, the share of rounds in which this draft and
+    all before it were accepted; accept_rate: of all drafts; tokens_per_round.
+    """
+    stats = dspark.generate(model, prompts, lengths, stop_token_ids=stop_token_ids).stats
+    rounds = max(1, stats["rounds"])
+    return {
+        "prompts": len(prompts),
+        "tokens": stats["tokens"],
+        "accepted": [count / rounds for count in stats["accepted_by_position"]],
+        "accept_rate": stats["accept_rate"] or 0.0,
+        "tokens_per_round": stats["tokens_per_round"] or 1.0,
+    }
+
+
+def by_kind(model: dspark.Model, room: int) -> dict[str, dict]:
+    """`by_position` of the prompts of each kind, 96 new tokens each, fewer where `room` tokens are
+    all that a stream may have.
     """
     out = {}
     for kind, prompts in PROMPTS.items():
-        result = dspark.generate(model, list(prompts), max_new_tokens=tokens, stop_token_ids=[])
-        out[kind] = {
-            "accept_rate": result.stats["accept_rate"],
-            "tokens_per_round": result.stats["tokens_per_round"],
-            "tokens_per_second": result.stats["tokens_per_second"],
-            "texts": result.texts,
-        }
+        ids = [model.tokenizer.encode(prompt).ids[: room // 2] for prompt in prompts]
+        lengths = [min(96, room - len(each)) for each in ids]
+        out[kind] = by_position(model, ids, lengths, stop_token_ids=[])
     return out
 
 
@@ -69,7 +92,7 @@ def counting(model: dspark.Model, tokens: int = 48) -> tuple[int, int]:
     right = total = 0
     for first, last in COUNTS:
         prompt = " ".join(map(str, range(first, last + 1)))
-        text = dspark.generate(model, prompt, max_new_tokens=tokens, stop_token_ids=[]).texts[0]
+        text = dspark.generate(model, prompt, tokens, "plain", stop_token_ids=[]).texts[0]
         numbers = re.findall(r"\S+", text)[:-1]  # the last may be cut
         total += len(numbers)
         for expected, number in enumerate(numbers, last + 1):
@@ -77,13 +100,3 @@ def counting(model: dspark.Model, tokens: int = 48) -> tuple[int, int]:
                 break
             right += 1
     return right, total
-
-
-def report(path: Path) -> dict:
-    """Loads the checkpoint at `path`; acceptance, counting, and how long it took in seconds."""
-    started, model = time.monotonic(), dspark.load(path, max_seq_len=512)
-    return {
-        "acceptance": acceptance(model),
-        "counting": counting(model),
-        "seconds": time.monotonic() - started,
-    }

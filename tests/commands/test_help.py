@@ -11,7 +11,18 @@ import pytest
 from dspark_jax.commands import main, replay
 from dspark_jax.decode.gate_config import GateConfig
 
-COMMANDS = ["generate", "bench", "inspect", "convert", "plan", "replay", "calibrate", "synthetic"]
+COMMANDS = [
+    "generate",
+    "bench",
+    "inspect",
+    "convert",
+    "plan",
+    "replay",
+    "calibrate",
+    "synthetic",
+    "train",
+]
+TRAINING = [["train", "drafter"], ["train", "main"], ["train", "text"]]
 ASK = """
 import sys
 from dspark_jax.commands.main import main
@@ -30,7 +41,7 @@ def test_these_are_all_commands():
     assert list(parsers.choices) == COMMANDS
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *TRAINING], ids=" ".join)
 def test_help_loads_nothing_of_jax(command):
     asked = [sys.executable, "-c", ASK, *command]
     said = subprocess.run(asked, capture_output=True, text=True, timeout=60)

@@ -1,0 +1,176 @@
+"""`dspark train main`: from nothing to a small checkpoint, text and tokenizer included.
+
+    TEXT/               the text, its tokens and its tokenizer (data.py, corpus_files.py)
+    RUN/settings.json   what it was begun with
+    RUN/main/           the newest state (states.py)
+    RUN/main.jsonl      a line a step
+    RUN/checkpoint/     the main model with a drafter of random values
+    RUN/drafter-run/    the drafter's training (drafter_run.py)
+    OUT/                the checkpoint, its README and the log
+
+Each part goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from dspark_jax.config import ModelConfig
+from dspark_jax.errors import ConfigError, DsparkError
+from dspark_jax.runtime.settings import own_settings
+from dspark_jax.train import (
+    corpus_files,
+    data,
+    drafter_options,
+    drafter_run,
+    export,
+    fetch_text,
+    loop,
+    main_stage,
+    output,
+    settings,
+    show,
+    states,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """command: as it was typed, for the README. drafter: how one is trained afterwards, None for
+    not at all; its checkpoint, data and run are put in here. The others are said by the command's
+    help, by name.
+    """
+
+    text: Path
+    run: Path
+    out: Path
+    config: Path
+    init: Path | None
+    seed: int
+    steps: int
+    rows: int
+    length: int
+    muon_rate: float
+    adam_rate: float
+    devices: int
+    save_every: float
+    command: str
+    drafter: drafter_options.Options | None
+
+    def settings(self) -> dict:
+        names = ("seed", "steps", "rows", "length", "muon_rate", "adam_rate", "devices")
+        asked = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        return asked | {"--init": None if self.init is None else str(self.init)}
+
+
+def check(options: Options) -> None:
+    """Raises ConfigError that names the flag."""
+    for flag, value in (
+        ("--steps", options.steps),
+        ("--rows", options.rows),
+        ("--length", options.length),
+        ("--devices", options.devices),
+    ):
+        if value < 1:
+            raise ConfigError(f"{flag}: {value} is less than 1")
+    for flag, rate in (("--muon-rate", options.muon_rate), ("--adam-rate", options.adam_rate)):
+        if not 0 < rate < float("inf"):
+            raise ConfigError(f"{flag}: {rate:g} is not a positive number")
+    if options.rows % options.devices:
+        raise ConfigError(f"--devices {options.devices} must divide --rows {options.rows}")
+    drafter_options.require_empty(options.out, options.run)
+    if options.init is not None and states.newest(options.init) is None:
+        raise ConfigError(f"--init {options.init}: there is no state in it")
+
+
+@own_settings()
+def run(options: Options) -> None:
+    check(options)
+    config = ModelConfig.from_file(options.config)
+    if options.drafter is not None:
+        drafter_options.check(options.drafter)
+        drafter_options.check_lengths(options.drafter, config.dspark_block_size)
+    files = text(options.text, options.seed, config)
+    made = zlib.crc32((options.text / "corpus.npz").read_bytes())
+    asked = options.settings() | {
+        "--config": config.to_dict(),
+        "--text (crc32 of its tokens)": made,
+    }
+    if settings.keep(options.run, asked):
+        show.say(f"going on from {options.run}")
+    corpus = data.load(options.text, options.seed)
+    parts, twin, prefixes = main_stage.build(
+        config, options.seed, corpus.frequencies(config.vocab_size)
+    )
+    values = _train(options, config, parts, twin, corpus)
+    target = options.run / "checkpoint"
+    if not (target / "README.md").exists():
+        export.write(options, target, config, corpus, (parts, twin, prefixes), values)
+    if options.drafter is None:
+        output.move(target, options.out)
+        show.say(f"wrote {options.out}; see {options.out / 'README.md'}")
+    else:
+        drafter_run.run(
+            dataclasses.replace(
+                options.drafter,
+                checkpoint=str(target),
+                data=tuple(map(str, files)),
+                run=options.run / "drafter-run",
+            )
+        )
+
+
+def text(cache: Path, seed: int, config: ModelConfig) -> list[Path]:
+    """Fetches and writes the text, where it is not there yet; -> a file a kind."""
+    if (cache / "corpus.npz").exists():
+        show.say(f"text: {cache} is there already")
+    else:
+        try:
+            data.prepare(cache, seed, config.vocab_size, show.say)
+        except (fetch_text.SourceError, ValueError) as error:
+            raise DsparkError(f"the text cannot be made: {error}") from error
+    return corpus_files.write(cache)
+
+
+def _train(options: Options, config: ModelConfig, parts, twin, corpus: data.Corpus) -> loop.Params:
+    values = (
+        parts.values if options.init is None else states.load_params(options.init, parts.values)
+    )
+    task = main_stage.task(
+        config,
+        parts,
+        twin,
+        corpus,
+        options.steps,
+        options.rows,
+        options.length,
+        (options.muon_rate, options.adam_rate),
+        0 if options.init else options.steps - options.steps // 3,
+    )
+    state = options.run / task.name
+    done = states.newest(state) or 0
+    log = loop.Log(options.run / f"{task.name}.jsonl", done)
+    smooth, clock = show.Smooth(), show.Clock()
+    with show.bar(task.name, task.steps, done) as move:
+
+        def report(step, measures):
+            seconds, loss = clock(), float(measures["tokens_loss"])
+            averages = smooth.add({name: measures[name] for name in ("nats", "bytes")})
+            shown = {
+                name: main_stage.bits_per_byte(averages, kinds)
+                for name, kinds in data.REPORTED.items()
+            }
+            index = float(measures["index"])
+            log.write(step=step, loss=loss, index=index, seconds=seconds, **shown)
+            speed = options.rows * options.length / seconds
+            move(1, f"loss {loss:.3f} | {speed:.0f} tokens/s")
+            if show.is_line(step, task.steps):
+                bits = ", ".join(f"{k} {v:.2f}" for k, v in shown.items() if np.isfinite(v))
+                show.say(f"step {step}/{task.steps}: loss {loss:.3f}; bits a byte: {bits}")
+
+        mesh = loop.data_mesh(options.devices)
+        return loop.fit(task, values, state, report, options.save_every, mesh=mesh)
