@@ -128,7 +128,7 @@ def _fit(
                 loss=measures["tokens_loss"],
                 seconds=seconds,
                 **finite,
-                **{k: measures[k] for k in ("index", "confidence") if k in measures},
+                **{k: measures[k] for k in ("index", "repeats", "confidence") if k in measures},
             )
             text = " ".join(f"{name} {value:.2f}" for name, value in shown.items())
             rate = options.rows * options.length / seconds
