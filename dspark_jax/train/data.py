@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from dspark_jax.train import fetch_text, synthetic
+from dspark_jax.train import fetch_text, held_out, synthetic
 from dspark_jax.train import tokenizer as tokenizers
 
 # The share of each kind among the windows.
@@ -152,7 +152,7 @@ def _split(kind: str, documents: list[str]) -> tuple[list[str], list[str]]:
 
 def prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None]) -> None:
     """Stage `data`: fetches and generates the text, trains the tokenizer; writes tokenizer.json,
-    corpus.npz, sources.json.
+    corpus.npz, sources.json and the held-out prompts, prompts.json.
     """
     cache.mkdir(parents=True, exist_ok=True)
     texts, origin = {}, {}
@@ -188,6 +188,9 @@ def prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None])
         token_bytes=np.array(tokenizers.token_bytes(tokenizer), np.int32),
         **arrays,
     )
+    files = [f for f in fetch_text.code_files() if f[1] in set(split["code"][1])]
+    prompts = held_out.choose(split["prose"][1], files)
+    (cache / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
     tokenizer.save(str(cache / "tokenizer.json"))
     (cache / "sources.json").write_text(json.dumps(origin, indent=1))
 
