@@ -2,8 +2,8 @@
 (seed, step).
 
 Windows of `length + 1` tokens start where a prompt would (a paragraph, a top-level definition, a
-generated document) and run over what follows (documents end with the eos token). The last part of
-the documents (or of a novel) is held out.
+generated document) and run over what follows (documents end with the eos token; a novel is one a
+chapter). Whole novels, files and generated documents are held out.
 """
 
 import json
@@ -15,27 +15,27 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from dspark_jax.train import fetch_text, synthetic
+from dspark_jax.train import fetch_text, held_out, synthetic
 from dspark_jax.train import tokenizer as tokenizers
 
 # The share of each kind among the windows.
 MIXTURE = {
-    "prose": 0.29,
-    "code": 0.19,
+    "prose": 0.38,
+    "code": 0.18,
     "functions": 0.10,
-    "math": 0.11,
-    "count": 0.11,
-    "cycle": 0.20,
+    "math": 0.10,
+    "count": 0.08,
+    "cycle": 0.16,
 }
 # The same in the last third of the main model's steps, and for the drafter: more of what has to be
 # exact.
 LATE_MIXTURE = {
-    "prose": 0.22,
-    "code": 0.12,
-    "functions": 0.12,
-    "math": 0.11,
-    "count": 0.13,
-    "cycle": 0.30,
+    "prose": 0.34,
+    "code": 0.15,
+    "functions": 0.10,
+    "math": 0.10,
+    "count": 0.09,
+    "cycle": 0.22,
 }
 # What the kinds are reported as.
 REPORTED = {
@@ -134,21 +134,25 @@ def _encode(tokenizer: Tokenizer, kind: str, documents: list[str]) -> Stream:
     return Stream(np.concatenate(tokens), np.array(starts, np.int64))
 
 
+def _chapters(novel: str) -> list[str]:
+    """The chapters of a novel, each with its heading; what stands before the first goes with it."""
+    pieces = re.split(r"(?mi)^(?=chapter \w+$)", novel)
+    return [pieces[0] + pieces[1], *pieces[2:]] if len(pieces) > 1 else [novel]
+
+
 def _split(kind: str, documents: list[str]) -> tuple[list[str], list[str]]:
-    """-> (train, held out): the last part of each novel, else every n-th document."""
-    if kind == "prose" and len(documents) < 20:
-        cuts = [
-            document.rfind("\n\n", 0, int(len(document) * (1 - HELD_OUT))) + 2
-            for document in documents
-        ]
-        return [d[:c] for d, c in zip(documents, cuts)], [d[c:] for d, c in zip(documents, cuts)]
+    """-> (train, held out): the shortest novel is held out, else every n-th document."""
+    if kind == "prose":
+        shortest = min(documents, key=len)
+        train = [c for novel in documents if novel is not shortest for c in _chapters(novel)]
+        return train, _chapters(shortest)
     every = round(1 / HELD_OUT)
     return [d for i, d in enumerate(documents) if i % every], documents[::every]
 
 
 def prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None]) -> None:
     """Stage `data`: fetches and generates the text, trains the tokenizer; writes tokenizer.json,
-    corpus.npz, sources.json.
+    corpus.npz, sources.json and the held-out prompts, prompts.json.
     """
     cache.mkdir(parents=True, exist_ok=True)
     texts, origin = {}, {}
@@ -184,6 +188,9 @@ def prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None])
         token_bytes=np.array(tokenizers.token_bytes(tokenizer), np.int32),
         **arrays,
     )
+    files = [f for f in fetch_text.code_files() if f[1] in set(split["code"][1])]
+    prompts = held_out.choose(split["prose"][1], files)
+    (cache / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
     tokenizer.save(str(cache / "tokenizer.json"))
     (cache / "sources.json").write_text(json.dumps(origin, indent=1))
 

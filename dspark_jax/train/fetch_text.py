@@ -148,12 +148,12 @@ def _clean_code(text: str) -> str:
     return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n") + "\n"
 
 
-def code(root: str | None = None) -> tuple[list[str], str]:
-    """-> (documents, which source): the Python files of the standard library at `root` (default:
-    this interpreter's).
+def code_files(root: str | None = None) -> list[tuple[str, str]]:
+    """[(path below the root, text)]: the Python files of the standard library at `root` (default:
+    this interpreter's) that are worth reading.
     """
     folder = Path(root or sysconfig.get_paths()["stdlib"])
-    documents = []
+    files = []
     for path in sorted(folder.rglob("*.py")):
         parts = set(path.relative_to(folder).parts[:-1])
         if (
@@ -164,11 +164,15 @@ def code(root: str | None = None) -> tuple[list[str], str]:
             continue
         text = _clean_code(path.read_text("utf-8", "replace"))
         if 300 < len(text) and sum(c.isdigit() for c in text) < 0.05 * len(text):
-            documents.append(text)
-    if len(documents) < 50:
-        raise SourceError(
-            f"no Python standard library found under {folder} ({len(documents)} files)"
-        )
+            files.append((path.relative_to(folder).as_posix(), text))
+    if len(files) < 50:
+        raise SourceError(f"no Python standard library found under {folder} ({len(files)} files)")
+    return files
+
+
+def code(root: str | None = None) -> tuple[list[str], str]:
+    """-> (documents, which source): the texts of `code_files`."""
+    documents = [text for _, text in code_files(root)]
     return (
         documents,
         f"Python {sysconfig.get_python_version()} standard library, {len(documents)} files",

@@ -1,10 +1,12 @@
-"""Training of the main model: next-token cross-entropy, the indexer's own loss, and router balance
-without a loss.
+"""Training of the main model: next-token cross-entropy, a penalty on phrases that come round again
+in prose, the indexer's own loss, and router balance without a loss.
 
 While top-k covers every compressed entry the indexer gets no gradient from the output, so it learns
 to predict how much attention each entry is paid: cross-entropy to the attention mass over entries,
 with its inputs detached.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,9 @@ from dspark_jax.train import data, optimiser, weights
 from dspark_jax.train.loop import Task
 
 KINDS = tuple(data.MIXTURE)
+# Unlikelihood training (Welleck et al. 2020, section 5), but only of what the text contradicts: after
+# three tokens that stood in the window before, the tokens that followed them then and do not now.
+REPEATED, REPEAT_WEIGHT = 3, 0.5
 BALANCE_RATE = 0.004  # in the unit of router scores, a step; falls to 0 with the learning rate
 
 
@@ -77,11 +82,31 @@ def build(
 
 
 def token_losses(model: MainModel, tokens: jax.Array):
-    """tokens [B, S + 1] -> nats [B, S] of each next token, and the layers' LayerAux."""
+    """tokens [B, S + 1] -> nats [B, S] of each next token, log-probabilities [B, S, V], and the
+    layers' LayerAux.
+    """
     y, _, aux = whole_sequence.trunk(model, tokens[:, :-1])
-    logits = model.logits(y)
-    picked = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - picked, aux
+    logprobs = jax.nn.log_softmax(model.logits(y))
+    return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0], logprobs, aux
+
+
+def repeat_penalty(logprobs: jax.Array, tokens: jax.Array) -> jax.Array:
+    """logprobs [B, S, V] of the tokens after tokens [B, S + 1][:, :-1] -> [B]: the mean over
+    positions of -log(1 - p), summed over the places where the last REPEATED tokens stood before,
+    p of the token that followed there, if another one follows now.
+    """
+    now, following = tokens[:, :-1], tokens[:, 1:]
+    size = now.shape[1]
+    same = now[:, :, None] == now[:, None, :]
+    stood = functools.reduce(
+        jnp.logical_and,
+        [jnp.pad(same, [(0, 0), (n, 0), (n, 0)])[:, :size, :size] for n in range(REPEATED)],
+    )
+    wrong = stood & jnp.tri(size, k=-1, dtype=bool) & (following[:, :, None] != following[:, None])
+    places = jnp.broadcast_to(following[:, None], stood.shape)
+    p = jnp.exp(jnp.take_along_axis(logprobs, places, axis=-1))
+    cost = -jnp.log1p(-jnp.minimum(p, 0.999))
+    return jnp.sum(jnp.where(wrong, cost, 0.0), axis=(1, 2)) / size
 
 
 def _index_loss(layer: whole_sequence.LayerAux) -> jax.Array:
@@ -128,17 +153,20 @@ def task(
     def loss(params, frozen, batch, quantised):
         del frozen
         model = parts.module(params, twin if quantised else None)
-        nats, aux = token_losses(model, batch["tokens"])
+        nats, logprobs, aux = token_losses(model, batch["tokens"])
         index = sum(_index_loss(layer) for members in aux for layer in members)
+        prose = batch["kinds"] == KINDS.index("prose")
+        repeats = jnp.mean(prose * repeat_penalty(logprobs, batch["tokens"]))
         kinds = jax.nn.one_hot(batch["kinds"], len(KINDS))
         measures = {
             "nats": nats.sum(1) @ kinds,
             "bytes": token_bytes[batch["tokens"][:, 1:]].sum(1) @ kinds,
             "index": index,
+            "repeats": repeats,
             "tokens_loss": nats.mean(),
             "load": _load(config, aux),
         }
-        return nats.mean() + index, measures
+        return nats.mean() + REPEAT_WEIGHT * repeats + index, measures
 
     def batch(step):
         tokens, kinds = corpus.batch(step, rows, length, late=step >= late_from)

@@ -222,8 +222,14 @@ def _function(rng: Rng) -> str:
 
 
 def functions(rng: Rng) -> str:
-    """A file of short Python functions and classes."""
-    return "\n\n".join(_function(rng) for _ in range(int(rng.integers(5, 12))))
+    """A file of short Python functions and classes, no two of one name: a file that defines a
+    function twice would teach a model to go round in circles.
+    """
+    found = {}
+    for _ in range(int(rng.integers(6, 24))):
+        text = _function(rng)
+        found.setdefault(text.split("(")[0].split(":")[0], text)
+    return "\n\n".join(found.values())
 
 
 GENERATORS: dict[str, Callable[[Rng], str]] = {
