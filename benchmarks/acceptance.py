@@ -1,5 +1,9 @@
-"""How many drafts are accepted on text that training never saw: ten prompts a kind, chosen by rule
-before training began (dspark_jax/train/held_out.py), the whole block drafted every round.
+"""How many drafts are accepted on text that is held out of training: ten prompts a kind, chosen by
+rule (dspark_jax/train/held_out.py; `dspark train text` writes them as prompts.json), the whole
+block drafted every round.
+
+The default prompts are held out of the text of `dspark train text`. The embedded checkpoint is
+older: of its training text they were a part (prose, code) or of one kind with it.
 
     python benchmarks/acceptance.py [--checkpoint DIR] [--prompts FILE] [--tokens 200] [--json]
 
@@ -18,7 +22,7 @@ from pathlib import Path
 import dspark_jax as dspark
 from dspark_jax.train import held_out
 
-EMBEDDED = Path(dspark.__file__).parents[1] / "checkpoints" / "tiny"
+PROMPTS = Path(__file__).with_name("held_out_prompts.json")
 SEED = 0
 GRAM, LAST, FEWEST = 4, 100, 0.5
 
@@ -52,7 +56,7 @@ def greedy(model, kind: str, prompts: list[str], tokens: int) -> dict:
     if any(looping):
         # All of them, so that a prompt's noise is its own.
         drawn = run(model, prompts, tokens, 1.0).stats["per_prompt"]
-        counts = [d if l else g for d, g, l in zip(drawn, counts, looping)]
+        counts = [d if loop else g for d, g, loop in zip(drawn, counts, looping)]
     return {
         **summary(counts),
         "loops": sum(looping),
@@ -82,12 +86,16 @@ def measure(model, prompts: dict[str, list[str]], tokens: int) -> dict:
 
 
 def show(results: dict) -> None:
-    print(f"{'kind':8}{'T':>4}{'accepted':>10}{'  by position, given those before':34}loops  distinct")
+    print(
+        f"{'kind':8}{'T':>4}{'accepted':>10}{'  by position, given those before':34}loops  distinct"
+    )
     for kind, both in results.items():
         for name, r in both.items():
             given = " ".join("   -" if g is None else f"{g:.2f}" for g in r["given"])
             more = f"{r['loops']:5}{r['distinct']:10.2f}" if "loops" in r else ""
-            print(f"{kind:8}{0 if name == 'greedy' else 1:4}{r['accepted']:10.2f}  {given:32}{more}")
+            print(
+                f"{kind:8}{0 if name == 'greedy' else 1:4}{r['accepted']:10.2f}  {given:32}{more}"
+            )
 
 
 def main() -> None:
@@ -96,15 +104,18 @@ def main() -> None:
     )
     parser.add_argument("--checkpoint", metavar="DIR", help="default: the embedded one")
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="default: prompts.json of the checkpoint"
+        "--prompts",
+        type=Path,
+        default=PROMPTS,
+        metavar="FILE",
+        help="default: held_out_prompts.json, beside this file",
     )
     parser.add_argument(
         "--tokens", type=int, default=200, metavar="N", help="new tokens a prompt (default 200)"
     )
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     options = parser.parse_args()
-    folder = Path(options.checkpoint) if options.checkpoint else EMBEDDED
-    prompts = held_out.load(options.prompts or folder / "prompts.json")
+    prompts = held_out.load(options.prompts)
     model = dspark.load(options.checkpoint, max_seq_len=512)
     results = measure(model, prompts, options.tokens)
     print(json.dumps(results, indent=1)) if options.json else show(results)

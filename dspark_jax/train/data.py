@@ -206,9 +206,7 @@ def load(cache: Path, seed: int) -> Corpus:
     """Reads what `prepare` wrote; FileNotFoundError names the stage to run."""
     path = cache / "corpus.npz"
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing: run `python -m dspark_jax.train data --cache {cache}` first"
-        )
+        raise FileNotFoundError(f"{path} is missing: run `dspark train text --out {cache}` first")
     with np.load(path) as arrays:
 
         def streams(part):

@@ -1,10 +1,10 @@
 """Prompts that training never saw, chosen by rule before it begins: what a checkpoint is judged by.
 
-    prose   the opening words of a long paragraph of ten chapters of the novel that is held out
-    code    the head of the first long function of ten files of the standard library that are held
-            out; kept as (file, function) and read from the library of the Python that runs
-    math    the first lines of ten pages of sums, from a seed of their own
-    repeat  five rows of numbers and five cycles (two and a half rounds of them), likewise
+prose   the opening words of a long paragraph of ten chapters of the novel that is held out
+code    the head of the first long function of ten files of the standard library that are held
+        out; kept as (file, function) and read from the library of the Python that runs
+math    the first lines of ten pages of sums, from a seed of their own
+repeat  five rows of numbers and five cycles (two and a half rounds of them), likewise
 """
 
 import ast

@@ -164,8 +164,8 @@ def _train(options: Options, config: ModelConfig, parts, twin, corpus: data.Corp
                 name: main_stage.bits_per_byte(averages, kinds)
                 for name, kinds in data.REPORTED.items()
             }
-            index = float(measures["index"])
-            log.write(step=step, loss=loss, index=index, seconds=seconds, **shown)
+            others = {name: float(measures[name]) for name in ("index", "repeats")}
+            log.write(step=step, loss=loss, seconds=seconds, **others, **shown)
             speed = options.rows * options.length / seconds
             move(1, f"loss {loss:.3f} | {speed:.0f} tokens/s")
             if show.is_line(step, task.steps):

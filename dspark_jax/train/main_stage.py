@@ -23,8 +23,8 @@ from dspark_jax.train import data, optimiser, weights
 from dspark_jax.train.loop import Task
 
 KINDS = tuple(data.MIXTURE)
-# Unlikelihood training (Welleck et al. 2020, section 5), but only of what the text contradicts: after
-# three tokens that stood in the window before, the tokens that followed them then and do not now.
+# Unlikelihood training (Welleck et al. 2020, section 5), but only of what the text contradicts:
+# after three tokens that stood in the window before, those that followed then and do not now.
 REPEATED, REPEAT_WEIGHT = 3, 0.5
 BALANCE_RATE = 0.004  # in the unit of router scores, a step; falls to 0 with the learning rate
 
