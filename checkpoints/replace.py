@@ -20,6 +20,7 @@ from dspark_jax.checkpoints.writer import Values, write_official
 
 BLOCK_BYTES = 16 << 20  # copied at a time
 COPIED = ("*.json", "*.jinja", "LICENSE*")  # besides the weights
+LEFT = (INDEX, "calibration.json")  # made anew; of the tensors that are replaced
 Part = tuple[SafetensorsFile, str]  # a stored tensor of a file
 
 
@@ -79,7 +80,7 @@ def _write(source: OfficialCheckpoint, folder: Path, prefix: str, items: list, p
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for path in {path for pattern in COPIED for path in source.path.glob(pattern)}:
-        if path.is_file() and path.name != INDEX:
+        if path.is_file() and path.name not in LEFT:
             shutil.copyfile(path, folder / path.name)
 
 

@@ -77,7 +77,8 @@ class ByteProgress:
             print(self._line(done, total, now), file=sys.stderr)
 
     def _line(self, done: int, total: int, now: float) -> str:
-        text = f"{self.verb} {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+        unit, size = ("GB", 1e9) if total >= 1e8 else ("MB", 1e6)
+        text = f"{self.verb} {done / size:.2f} of {total / size:.2f} {unit}"
         elapsed, moved = now - self.began[0], done - self.began[1]
         if moved and done < total:
             minutes, seconds = divmod(round((total - done) * elapsed / moved), 60)

@@ -11,6 +11,8 @@ from dspark_jax.commands.arguments import require_positive
 from dspark_jax.commands.output import print_json, progress_bar, status
 from dspark_jax.errors import ConfigError
 
+FEW_ROUNDS = 1000  # to be fitted; with fewer a temperature may come out anywhere
+
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
@@ -223,6 +225,11 @@ def _of_kind(kind: str, found: dict) -> list[str]:
     ]
     if found["ece"]["all"] > found["ece_raw"]["all"]:
         lines.append("  note: this is worse than raw scores; give more prompts")
+    elif found["rounds"]["fit"] < FEW_ROUNDS:
+        lines.append(
+            f"  note: {found['rounds']['fit']} rounds to fit are few, {FEW_ROUNDS:,} give numbers "
+            "that stay; give more prompts"
+        )
     return lines + _reliability(found)
 
 

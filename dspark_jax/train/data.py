@@ -7,7 +7,9 @@ chapter). Whole novels, files and generated documents are held out.
 """
 
 import json
+import os
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,11 +152,21 @@ def _split(kind: str, documents: list[str]) -> tuple[list[str], list[str]]:
     return [d for i, d in enumerate(documents) if i % every], documents[::every]
 
 
+FILES = ("tokenizer.json", "sources.json", "prompts.json", "corpus.npz")
+
+
 def prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None]) -> None:
-    """Stage `data`: fetches and generates the text, trains the tokenizer; writes tokenizer.json,
-    corpus.npz, sources.json and the held-out prompts, prompts.json.
+    """Fetches and generates the text, trains the tokenizer, and writes FILES: prompts.json has the
+    held-out prompts. The last of them comes when the others are whole.
     """
     cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=cache) as unfinished:
+        _prepare(Path(unfinished), seed, vocab_size, say)
+        for name in FILES:
+            os.replace(Path(unfinished) / name, cache / name)
+
+
+def _prepare(cache: Path, seed: int, vocab_size: int, say: Callable[[str], None]) -> None:
     texts, origin = {}, {}
     for kind, fetch in (("prose", fetch_text.prose), ("code", fetch_text.code)):
         texts[kind], origin[kind] = fetch()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from dspark_jax.checkpoints.paths import expanded
 from dspark_jax.errors import ConfigError
+from dspark_jax.train import settings
 from dspark_jax.train.drafter_loss import Weights
+
+# What the text depends on. All else may still be changed until the first state is saved.
+OF_TEXT = ("--init", "--seed", "--sequences", "--length", "--prompt-tokens", "--greedy", "--dtype")
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def check(options: Options) -> None:
         )
     if options.rows % options.devices:
         raise ConfigError(f"--devices {options.devices} must divide --rows {options.rows}")
-    require_empty(options.out, options.run)
+    require_empty(options.out, options.run, options.checkpoint)
 
 
 def check_lengths(options: Options, block: int) -> None:
@@ -120,15 +126,30 @@ def check_lengths(options: Options, block: int) -> None:
         )
 
 
-def require_empty(out: Path, run: Path) -> None:
-    """Raises ConfigError where the results would lie among other things."""
+def require_empty(out: Path, run: Path, checkpoint: str | None = None) -> None:
+    """Raises ConfigError where the results would lie among other things, or a run, which removes
+    what it has done with, would have others' files in its folder.
+    """
     for flag, path in (("--out", out), ("--run", run)):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{flag} {path}: a file, where a folder is wanted")
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: there is something in it already; name another folder")
-    if out.absolute() == run.absolute():
-        raise ConfigError(f"--run {run}: it must be another folder than --out")
+    if run.is_dir() and not (run / settings.NAME).exists():
+        others = sorted(each.name for each in run.iterdir() if each.name != "text")
+        if others:
+            raise ConfigError(
+                f"--run {run}: this is not the folder of a run, there is {others[0]} in it; name "
+                "another folder"
+            )
+    folders = {"--out": out, "--run": run}
+    if checkpoint is not None:
+        folders["--checkpoint"] = expanded(checkpoint)
+    for (flag, path), (other, around) in itertools.permutations(folders.items(), 2):
+        if path.resolve().is_relative_to(around.resolve()):
+            raise ConfigError(
+                f"{flag} {path}: it must not be the folder of {other}, nor lie in it; name another"
+            )
     for flag, path in (("--out", out), ("--run", run)):
         existing = next(each for each in [path, *path.absolute().parents] if each.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -61,7 +61,9 @@ def run(options: Options) -> None:
         "checkpoint (its fingerprint)": checkpoint.fingerprint(),
         "--data (name, size, crc32)": [file.identity for file in files],
     }
-    if settings.keep(options.run, asked):
+    trained = states.newest(options.run / "drafter") is not None
+    free = () if trained else options.settings().keys() - set(drafter_options.OF_TEXT)
+    if settings.keep(options.run, asked, free):
         show.say(f"going on from {options.run}")
     sequences = _text(options, checkpoint, files)
     parts, values, prefixes = _train(options, checkpoint, sequences)
@@ -194,10 +196,12 @@ def described(figures: dict) -> str:
     def percent(values, sign=""):
         return " ".join("-" if np.isnan(v) else f"{100 * v:{sign}.0f}" for v in values)
 
+    per_round = figures["tokens_per_round"]  # no number where no text is greedy
+    per_round = "-" if np.isnan(per_round) else f"{per_round:.2f}"
     return (
         f"loss {figures['loss']:.3f}; accepted {percent(figures['accepted'])} %, "
-        f"1 - TV {percent(figures['overlap'])} %, {figures['tokens_per_round']:.2f} tokens a "
-        f"round; confidence off by {percent(figures['bias'], '+')} %"
+        f"1 - TV {percent(figures['overlap'])} %, {per_round} tokens a round; "
+        f"confidence off by {percent(figures['bias'], '+')} %"
     )
 
 

@@ -208,9 +208,9 @@ class Log:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(path) if line["step"] <= done]
-        self._file = path.open("w")
-        for line in kept:
-            self.write(**line)
+        with files.naming(path):
+            files.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+            self._file = path.open("a")
 
     def write(self, **values) -> None:
         with files.naming(self._path):

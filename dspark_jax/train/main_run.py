@@ -14,13 +14,14 @@ Each part goes on where it stopped.
 from __future__ import annotations
 
 import dataclasses
+import json
 import zlib
 from pathlib import Path
 
 import numpy as np
 
 from dspark_jax.config import ModelConfig
-from dspark_jax.errors import ConfigError, DsparkError
+from dspark_jax.errors import CheckpointError, ConfigError, DsparkError
 from dspark_jax.runtime.settings import own_settings
 from dspark_jax.train import (
     corpus_files,
@@ -35,6 +36,7 @@ from dspark_jax.train import (
     settings,
     show,
     states,
+    tokenizer,
 )
 
 
@@ -131,9 +133,28 @@ def text(cache: Path, seed: int, config: ModelConfig) -> list[Path]:
     else:
         try:
             data.prepare(cache, seed, config.vocab_size, show.say)
-        except (fetch_text.SourceError, ValueError) as error:
+        except (fetch_text.SourceError, ValueError, OSError) as error:
             raise DsparkError(f"the text cannot be made: {error}") from error
+    _require_whole(cache)
     return corpus_files.write(cache)
+
+
+def _require_whole(cache: Path) -> None:
+    """Raises CheckpointError that names a file of the text that is missing or cannot be read."""
+    readers = {
+        "tokenizer.json": tokenizer.load,
+        "sources.json": lambda path: json.loads(path.read_text()),
+        "prompts.json": lambda path: json.loads(path.read_text()),
+        "corpus.npz": lambda path: data.load(path.parent, seed=0),
+    }
+    for name in data.FILES:
+        try:
+            readers[name](cache / name)
+        except Exception as error:  # the tokenizers library raises nothing more precise
+            raise CheckpointError(
+                f"{cache / name}: missing or damaged ({error}); remove {cache} to have the text "
+                "made again"
+            ) from error
 
 
 def _train(options: Options, config: ModelConfig, parts, twin, corpus: data.Corpus) -> loop.Params:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,30 @@ from dspark_jax.runtime import files
 NAME = "settings.json"
 
 
-def keep(run: Path, settings: dict[str, Any]) -> bool:
+def keep(run: Path, settings: dict[str, Any], free: Collection[str] = ()) -> bool:
     """Writes the settings of a run that begins; -> whether it had begun before.
 
-    settings: what the results depend on, by the name that an error is to have for it. Raises
-    ConfigError that lists all that differ from those that the run was begun with.
+    settings: what the results depend on, by the name that an error is to have for it. free: names
+    of those that nothing depends on yet, which are written anew. Raises ConfigError that lists all
+    others that differ from those that the run was begun with.
     """
     path, settings = run / NAME, json.loads(json.dumps(settings))
-    if not path.exists():
+    begun = path.exists()
+    if begun:
+        _require_equal(path, settings, free)
+    if not begun or free:
         run.mkdir(parents=True, exist_ok=True)
         files.write_text(path, json.dumps(settings, indent=1) + "\n")
-        return False
+    return begun
+
+
+def _require_equal(path: Path, settings: dict[str, Any], free: Collection[str]) -> None:
     try:
         before = json.loads(path.read_text("utf-8"))
         differing = [
             f"{name}: {_shown(before.get(name))}, now {_shown(settings.get(name))}"
             for name in dict.fromkeys([*before, *settings])
-            if before.get(name) != settings.get(name)
+            if before.get(name) != settings.get(name) and name not in free
         ]
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: not readable ({error}); give another --run") from None
@@ -36,13 +44,12 @@ def keep(run: Path, settings: dict[str, Any]) -> bool:
         raise ConfigError(
             "\n  ".join(
                 [
-                    f"{run}: this training was begun with other settings; ask for those again, or "
-                    "give another --run:",
+                    f"{path.parent}: this training was begun with other settings; ask for those "
+                    "again, or give another --run:",
                     *differing,
                 ]
             )
         )
-    return True
 
 
 def _shown(value) -> str:

@@ -61,8 +61,8 @@ def save(path: Path, state: State) -> None:
             f"{place}: the state cannot be written ({_reason(error)}); {_free(path):,} bytes are "
             "free. The state before is kept: make room, and the same command goes on from there"
         ) from error
-    for each in path.glob("*"):
-        if each.name != place.name:
+    for each in path.glob("*"):  # older states, and what Orbax left of one that it did not finish
+        if each.name != place.name and each.name.partition(".")[0].isdecimal():
             shutil.rmtree(each, ignore_errors=True)
 
 

@@ -89,7 +89,27 @@ def test_a_folder_that_holds_something(refused, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     assert "there is something in it already" in refused()
-    assert "--run" in refused("--out", str(tmp_path / "new"), "--run", str(tmp_path / "new"))
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes").touch()
+    told = refused("--out", str(tmp_path / "new"), "--run", str(tmp_path / "others"))
+    assert "others: this is not the folder of a run, there is notes in it" in told
+
+
+@pytest.mark.parametrize(
+    "out, run, says",
+    [
+        ("new", "new", "--out {0}/new: it must not be the folder of --run"),
+        ("new", "new/run", "--run {0}/new/run: it must not be the folder of --out, nor lie in it"),
+        ("run/new", "run", "--out {0}/run/new: it must not be the folder of --run, nor lie in it"),
+        ("model/new", "run", "--out {0}/model/new: it must not be the folder of --checkpoint"),
+        ("new", "model/run", "--run {0}/model/run: it must not be the folder of --checkpoint"),
+    ],
+)
+def test_folders_within_each_other(refused, folder, tmp_path, out, run, says):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    where = ("--out", str(tmp_path / out), "--run", str(tmp_path / run))
+    assert says.format(tmp_path) in refused(*where, checkpoint=tmp_path / "model")
+    assert os.listdir(tmp_path) == ["model"]
 
 
 def test_a_full_disk(refused, monkeypatch, tmp_path):
@@ -113,7 +133,11 @@ def test_other_settings_than_before(refused, monkeypatch, folder, tmp_path):
     assert "the same command goes on" in refused(status=130, **where)
     assert "the same command goes on" in refused(status=130, **where)
     told = refused("--seed", "1", "--decay", "4", **where)
-    assert "--seed: 0, now 1" in told and "--decay: not given, now 4.0" in told
+    assert "--seed: 0, now 1" in told and "--decay" not in told  # nothing was trained with it
+    assert "the same command goes on" in refused("--decay", "3", status=130, **where)
+    (tmp_path / "out-run" / "drafter" / "7").mkdir(parents=True)  # a state
+    told = refused("--seed", "1", "--decay", "4", **where)
+    assert "--seed: 0, now 1" in told and "--decay: 3.0, now 4.0" in told
     assert "--rows" not in told
     data.write_text(TEXT + "more")
     assert "--data" in refused(**where)

@@ -2,12 +2,16 @@
 
 import itertools
 import json
+import os
 import re
+import shutil
+import types
 
 import numpy as np
 import pytest
 
-from dspark_jax.train import data, fetch_text, held_out, main_stage, synthetic
+from dspark_jax.errors import CheckpointError
+from dspark_jax.train import data, fetch_text, held_out, main_run, main_stage, synthetic
 
 
 def chapter(number: int) -> str:
@@ -84,10 +88,10 @@ def test_generated_prompts_are_of_documents_that_training_has_not():
         assert 2.3 < len(prompt) / period <= 2.5
 
 
-def test_prompts_are_read_with_code_of_this_python(tmp_path):
-    files = fetch_text.code_files()
+def test_prompts_are_read_with_code_of_this_python(tmp_path, files, monkeypatch):
+    monkeypatch.setattr(fetch_text, "code_files", lambda root=None: files)
     assert [text for _, text in files] == fetch_text.code()[0]
-    chosen = held_out.choose(["A" + " word" * 100] * 31, files[::33])
+    chosen = held_out.choose(["A" + " word" * 100] * 31, files[::3])
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps(chosen))
     prompts = held_out.load(path)
@@ -95,6 +99,46 @@ def test_prompts_are_read_with_code_of_this_python(tmp_path):
     texts = dict(files)
     for at, head in zip(chosen["code"], prompts["code"]):
         assert head.splitlines()[0].strip() in texts[at["file"]]
+
+
+@pytest.fixture(scope="module")
+def files():
+    """Some of the standard library, read once."""
+    return fetch_text.code_files()[::6]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory, files):
+    """A folder of text, of what is quickly made."""
+    folder = tmp_path_factory.mktemp("text")
+    with pytest.MonkeyPatch.context() as patch:
+        chapters = "".join(f"Chapter {n}\n\n{chapter(n)}\n\n" for n in range(1, 32))
+        patch.setattr(fetch_text, "code_files", lambda root=None: files)
+        patch.setattr(fetch_text, "prose", lambda: ([chapters, chapters * 2], "made up"))
+        patch.setattr(data, "GENERATED_BYTES", 40_000)
+        main_run.text(folder, 0, types.SimpleNamespace(vocab_size=600))
+    return folder
+
+
+def test_text_is_written_whole(text):
+    assert {*data.FILES, *(f"{kind}.jsonl" for kind in data.MIXTURE)} == set(os.listdir(text))
+    main_run.text(text, 0, None)  # is there already
+
+
+@pytest.mark.parametrize(
+    "name, cut", [*itertools.product(data.FILES[:-1], (True, False)), (data.FILES[-1], True)]
+)
+def test_text_that_is_damaged_is_one_error(text, tmp_path, name, cut):
+    shutil.copytree(text, tmp_path / "text")
+    path = tmp_path / "text" / name
+    if cut:
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        path.unlink()
+    with pytest.raises(
+        CheckpointError, match=f"{name}: missing or damaged .*remove .*text to have"
+    ):
+        main_run.text(tmp_path / "text", 0, None)
 
 
 def test_no_generated_file_defines_a_name_twice():

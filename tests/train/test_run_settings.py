@@ -28,3 +28,12 @@ def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / settings.NAME).write_text("{")
     with pytest.raises(ConfigError, match="not readable"):
         settings.keep(tmp_path, {})
+
+
+def test_what_nothing_depends_on_yet_may_change(tmp_path):
+    settings.keep(tmp_path, {"--rows": 8, "--seed": 0})
+    assert settings.keep(tmp_path, {"--rows": 4, "--seed": 0}, free={"--rows"})
+    with pytest.raises(ConfigError, match="--rows: 4, now 8$"):
+        settings.keep(tmp_path, {"--rows": 8, "--seed": 0})
+    with pytest.raises(ConfigError, match="--seed: 0, now 1$"):
+        settings.keep(tmp_path, {"--rows": 4, "--seed": 1}, free={"--rows"})

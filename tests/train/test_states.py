@@ -30,6 +30,14 @@ def test_what_was_saved_is_read_and_the_newest_stays(tmp_path):
     np.testing.assert_array_equal(read.params["a.b"], np.arange(4.0))
 
 
+def test_only_states_are_removed(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "4.orbax-checkpoint-tmp").mkdir()
+    states.save(tmp_path, later(4))
+    states.save(tmp_path, STATE)
+    assert sorted(os.listdir(tmp_path)) == ["5", "notes"]
+
+
 @pytest.mark.parametrize("error", [OSError, ValueError])
 def test_a_full_disk_leaves_the_state_before(tmp_path, monkeypatch, error):
     states.save(tmp_path, STATE)
