@@ -29,7 +29,7 @@ LEAST = dataclasses.replace(
 # Mode and places. Each pair compiles programs of its own: `make test` has one with several places,
 # and all modes with one stream at a time (test_generate.py).
 QUICK_CELLS = (("block", 4),)
-ALL_CELLS = *QUICK_CELLS, ("plain", 4), ("block", 8), ("sequential", 4)
+ALL_CELLS = *QUICK_CELLS, ("plain", 4), ("sequential", 4)
 SEQUENTIAL = pytest.param("sequential", marks=pytest.mark.heavy)
 _HEAVY_CELLS = [pytest.param(*cell, marks=pytest.mark.heavy) for cell in ALL_CELLS[1:]]
 cells = pytest.mark.parametrize("mode,streams", [*QUICK_CELLS, *_HEAVY_CELLS])

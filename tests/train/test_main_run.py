@@ -42,7 +42,7 @@ def arguments(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main")
     config = {**CONFIG.to_dict(), "vocab_size": VOCAB}
     (folder / "config.json").write_text(json.dumps(config))
-    asked = "--steps 6 --rows 2 --length 300 --devices 1 --drafter-steps 3".split()
+    asked = "--steps 1 --rows 2 --length 300 --devices 1 --drafter-steps 1".split()
     out = ["--config", str(folder / "config.json"), "--out", str(folder / "out")]
     return folder, ["train", "main", *asked, *out]
 
@@ -58,8 +58,8 @@ def test_one_command_makes_a_checkpoint_that_says_how(arguments, monkeypatch, ca
         (folder / "out" / name).read_text() for name in ("README.md", "README-main.md")
     )
     command = " ".join(["dspark", *asked])
-    assert command in of_drafter and "3 steps of 2 sequences" in of_drafter
-    assert command in of_main and "6 steps of 2 windows of 300 tokens" in of_main
+    assert command in of_drafter and "1 steps of 2 sequences" in of_drafter
+    assert command in of_main and "1 steps of 2 windows of 300 tokens" in of_main
     assert "drafter is not trained" in of_main and "embedded" not in of_main + of_drafter
     assert main(asked) == 2 and "something in it already" in capsys.readouterr().err
 
