@@ -35,6 +35,7 @@ def prepare(cache, seed, vocab_size, say):
     np.savez(cache / "corpus.npz", token_bytes=np.ones(vocab_size, np.int32), **arrays)
     made.save(str(cache / "tokenizer.json"))
     (cache / "sources.json").write_text(json.dumps(dict.fromkeys(data.MIXTURE, "generated")))
+    (cache / "prompts.json").write_text("{}")
 
 
 @pytest.fixture(scope="module")
