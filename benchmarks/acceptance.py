@@ -3,7 +3,8 @@ rule (dspark_jax/train/held_out.py; `dspark train text` writes them as prompts.j
 block drafted every round.
 
 The default prompts are held out of the text of `dspark train text`. The embedded checkpoint is
-older: of its training text they were a part (prose, code) or of one kind with it.
+older: of its training text they were a part (prose, code) or of one kind with it. Code is read from
+the standard library of the Python that runs; a function that it does not have is missing.
 
     python benchmarks/acceptance.py [--checkpoint DIR] [--prompts FILE] [--tokens 200] [--json]
 
@@ -70,6 +71,7 @@ def summary(counts: list[dict]) -> dict:
     by_position = [sum(column) for column in zip(*(c["accepted_by_position"] for c in counts))]
     reached = [rounds, *by_position[:-1]]
     return {
+        "prompts": len(counts),
         "accepted": sum(c["accepted"] for c in counts) / rounds,
         "given": [a / r if r else None for a, r in zip(by_position, reached)],
     }
@@ -87,14 +89,16 @@ def measure(model, prompts: dict[str, list[str]], tokens: int) -> dict:
 
 def show(results: dict) -> None:
     print(
-        f"{'kind':8}{'T':>4}{'accepted':>10}{'  by position, given those before':34}loops  distinct"
+        f"{'kind':8}{'prompts':>8}{'T':>4}{'accepted':>10}{'  by position, given those before':34}"
+        "loops  distinct"
     )
     for kind, both in results.items():
         for name, r in both.items():
             given = " ".join("   -" if g is None else f"{g:.2f}" for g in r["given"])
             more = f"{r['loops']:5}{r['distinct']:10.2f}" if "loops" in r else ""
             print(
-                f"{kind:8}{0 if name == 'greedy' else 1:4}{r['accepted']:10.2f}  {given:32}{more}"
+                f"{kind:8}{r['prompts']:8}{0 if name == 'greedy' else 1:4}{r['accepted']:10.2f}  "
+                f"{given:32}{more}"
             )
 
 

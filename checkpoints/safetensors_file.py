@@ -99,7 +99,7 @@ class SafetensorsFile:
 
     def _mapped(self) -> mmap.mmap:
         """Raises CheckpointError where the file is gone or has another size than when it was
-        opened. (Reading behind a file's end would end the process.)
+        opened. (Reading past a file's end would end the process.)
         """
         try:
             with open(self.path, "rb") as file:

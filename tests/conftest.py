@@ -37,6 +37,7 @@ TOGETHER = (
         "test_streams_ends",
         "test_logprobs",
         "test_generate",
+        "test_generate_calibrated",
         "test_generate_faults",
         "test_session",
         "test_session_prefix",

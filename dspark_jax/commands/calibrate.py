@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 
-from dspark_jax.commands import held_out
+from dspark_jax.commands import calibration_prompts
 from dspark_jax.commands.arguments import require_positive
 from dspark_jax.commands.output import print_json, progress_bar, status
 from dspark_jax.errors import ConfigError
@@ -32,7 +32,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="held-out text, files of UTF-8; of a .jsonl file every line is a document, "
+        help="held-out text in UTF-8, a document each; with .jsonl a document a line, "
         '{"text": "..."} or {"prompt": [token ids]}',
     )
     add("--checkpoint", metavar="DIR", help="checkpoint directory (default: the embedded tiny one)")
@@ -92,14 +92,15 @@ def run(args: argparse.Namespace) -> int:
     _check_sizes(args)
     with status("loading ..."):
         from dspark_jax.commands import calibration_figure
+        from dspark_jax.decode import documents
 
         if args.figure is not None:
             calibration_figure.check(args.figure)
-        texts = held_out.documents(args.data)
+        texts = [text for file in documents.read(args.data, ids=True) for text in file.documents]
         path = _where(args)
         model = _load(args)
     gap = args.max_new_tokens
-    prompts = held_out.prompts(model, texts, args.prompts, args.prompt_tokens, gap)
+    prompts = calibration_prompts.cut(model, texts, args.prompts, args.prompt_tokens, gap)
     judged = _judged(model, prompts, args)
     _store(path, model, judged)
     if args.figure is not None:

@@ -19,7 +19,7 @@ _REPEATS = 16
 
 
 def measure(model: Model, prompt: list[int]) -> dict[str, float]:
-    """draft_ms, verify_ms (the whole block) and plain_ms behind `prompt` (ids), each call waited
+    """draft_ms, verify_ms (the whole block) and plain_ms after `prompt` (ids), each call waited
     for on its own.
 
     A round is timed as a whole and its draft alone; verify is the difference. A prompt that leaves

@@ -1,7 +1,7 @@
 """Results of `dspark generate --prompts`: one object a line, in the order of the prompts, each as
 soon as it and all before it are there.
 
-A run that was ended leaves leading results, after Ctrl-C perhaps some behind a gap, and after a
+A run that was ended leaves leading results, after Ctrl-C perhaps some after a gap, and after a
 crash perhaps a torn last line. --resume keeps what is whole and was computed for the same prompt
 and settings, by the same model.
 """
@@ -60,7 +60,7 @@ def read(path: str, keys: dict[int, str]) -> dict[int, Kept]:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether it is the beginning of a result, or nothing, as behind the last line break."""
+    """Whether it is the beginning of a result, or nothing, as after the last line break."""
     return line.startswith(BEGINNING) or BEGINNING.startswith(line)
 
 
@@ -123,7 +123,7 @@ def leading(kept: dict[int, Kept]) -> int:
 
 @contextlib.contextmanager
 def opened(path: str, kept: dict[int, Kept]) -> Iterator[Callable[[str], None]]:
-    """write(text), which puts a line behind the leading results, at once. What else the file held
+    """write(text), which puts a line after the leading results, at once. What else the file held
     is gone.
     """
     target = files.real_path(path)

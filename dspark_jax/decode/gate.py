@@ -181,7 +181,7 @@ def observe(
     [B].
 
     A stream with verified n > 0 first decays all its buckets, then adds the drafts 0..min(accepted,
-    n-1): what lies behind the first rejection is censored, neither a match nor a miss. A stream
+    n-1): what lies after the first rejection is censored, neither a match nor a miss. A stream
     with verified 0 observes and decays nothing.
 
     chosen i32 [B]: what `choose` said, where the end of the cache had room for fewer; None: as

@@ -64,7 +64,7 @@ class RoundOutput:
     """What one round did; of a stream that was done before: emitted 0."""
 
     tokens: jax.Array  # [B, K+1] int32: what the main model says; the first `emitted` count
-    # [B] int32: accepted + 1; fewer where the logits behind a token that is kept are not finite
+    # [B] int32: accepted + 1; fewer where the logits after a token that is kept are not finite
     emitted: jax.Array
     kept: jax.Array  # [B] int32: of those, the ones up to the end of the stream
     last: jax.Array  # [B] bool: the stream ends with them

@@ -117,7 +117,7 @@ def check(options: Options) -> None:
 
 
 def check_lengths(options: Options, block: int) -> None:
-    """Raises ConfigError where no draft block of `block` tokens has room behind a prompt."""
+    """Raises ConfigError where no draft block of `block` tokens has room after a prompt."""
     needed = options.prompt_tokens + block + 1
     if options.length < needed:
         raise ConfigError(

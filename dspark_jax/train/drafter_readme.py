@@ -108,7 +108,7 @@ def _table(new: dict, old: dict | None) -> str:
     rows = [head, "|---" * (len(new["accepted"]) + 3) + "|", _row("this one", new)]
     if old is not None:
         rows.append(_row("the one before", old))
-    kinds = f"The same behind {len(new['kinds'])} kinds of prompt ({', '.join(new['kinds'])}):"
+    kinds = f"The same after {len(new['kinds'])} kinds of prompt ({', '.join(new['kinds'])}):"
     rows += ["", kinds, "", head, rows[1]]
     for kind, figures in new["kinds"].items():
         rows.append(_row(kind, figures))

@@ -21,6 +21,7 @@ import numpy as np
 
 import dspark_jax as dspark
 from dspark_jax.checkpoints.replace import replace_tensors
+from dspark_jax.decode import documents
 from dspark_jax.errors import ConfigError, DsparkError
 from dspark_jax.loading.load import expected_tensors
 from dspark_jax.runtime.backend import on_cpu
@@ -36,10 +37,11 @@ from dspark_jax.train import (
     loop,
     measure,
     output,
+    prompts,
     settings,
     show,
+    stage,
     states,
-    text_files,
     weights,
 )
 from dspark_jax.train.drafter_options import Options
@@ -51,11 +53,11 @@ MEASURED = 32  # held-out sequences that are written again at the end, at most
 def run(options: Options) -> None:
     """Everything that can be refused is refused before any weight is read."""
     drafter_options.check(options)
-    files = text_files.read(options.data)
+    files = documents.read(options.data)
     checkpoint = frozen.open_checkpoint(options.checkpoint, options.from_nothing)
     block = checkpoint.config.dspark_block_size
     drafter_options.check_lengths(options, block)
-    text_files.require_enough(files, checkpoint.tokenizer, block + 1)
+    prompts.require_enough(files, checkpoint.tokenizer, block + 1)
     _require_room(options, checkpoint)
     asked = options.settings() | {
         "checkpoint (its fingerprint)": checkpoint.fingerprint(),
@@ -110,7 +112,7 @@ def _text(options: Options, checkpoint: frozen.Frozen, files) -> drafter_text.Se
     path = options.run / "text.jsonl"
     done = len(drafter_text.written(path, plan.length))
     if done < plan.count:
-        prompts = text_files.Prompts(
+        drawn = prompts.Prompts(
             files,
             checkpoint.tokenizer,
             options.seed,
@@ -126,7 +128,7 @@ def _text(options: Options, checkpoint: frozen.Frozen, files) -> drafter_text.Se
                 tokens += new
                 move(count, f"{tokens / (time.monotonic() - began):.0f} tokens/s")
 
-            drafter_text.write(model, prompts, plan, path, advance)
+            drafter_text.write(model, drawn, plan, path, advance)
     sequences = drafter_text.load(path, plan)
     written, greedy = int((sequences.ends - sequences.starts).sum()), sequences.greedy.mean()
     show.say(
@@ -158,29 +160,13 @@ def _train(options: Options, checkpoint: frozen.Frozen, sequences: drafter_text.
         seed=options.seed,
         loss_weights=options.loss,
     )
-    state = options.run / task.name
-    done = states.newest(state) or 0
-    log = loop.Log(options.run / f"{task.name}.jsonl", done)
-    smooth, clock = show.Smooth(), show.Clock()
-    with show.bar(task.name, task.steps, done) as move:
-
-        def report(step, measures):
-            seconds = clock()
-            log.write(step=step, seconds=seconds, **line(measures))
-            averages = line(smooth.add(measures))
-            speed = options.rows * options.length / seconds
-            move(1, f"loss {averages['loss']:.3f} | {speed:.0f} tokens/s")
-            if show.is_line(step, task.steps):
-                show.say(f"step {step}/{task.steps}: {described(averages)}")
-
-        values = loop.fit(
-            task,
-            parts.values,
-            state,
-            report,
-            options.save_every,
-            mesh=loop.data_mesh(options.devices),
-        )
+    values = stage.fit(
+        task,
+        parts.values,
+        options,
+        lambda measures, _: line(measures),
+        lambda _, averages: described(line(averages)),
+    )
     return parts, values, prefixes
 
 
@@ -214,7 +200,7 @@ def _measure(
     """Measures what was written, by decoding with it, and adds the README and the log."""
     show.say("measuring")
     held = sequences[-options.held_out :]
-    prompts = [tokens[:start].tolist() for tokens, start in zip(held.tokens, held.starts)]
+    starts = [tokens[:start].tolist() for tokens, start in zip(held.tokens, held.starts)]
     lengths = (held.ends - held.starts).tolist()
     numerics = frozen.numerics_of(options.dtype, _mesh(options))
 
@@ -222,7 +208,7 @@ def _measure(
         model = dspark.load(
             path, numerics.requested_mesh, max_seq_len=options.length, dtype=options.dtype
         )
-        held_out = measure.by_position(model, prompts[:MEASURED], lengths[:MEASURED])
+        held_out = measure.by_position(model, starts[:MEASURED], lengths[:MEASURED])
         return held_out | {"kinds": measure.by_kind(model, options.length)}
 
     new = measured(written)

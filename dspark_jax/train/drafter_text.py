@@ -1,5 +1,5 @@
 """The text that a drafter is trained on: written by the main model itself, greedily and at
-temperature 1, behind beginnings of the user's text.
+temperature 1, after beginnings of the user's text.
 
 It is kept as JSON lines, one sequence each, in the order of their numbers. What a sequence is
 depends on its number, the seed and the model alone, not on those beside it, so a run that was
@@ -18,7 +18,7 @@ import numpy as np
 import dspark_jax as dspark
 from dspark_jax.errors import ConfigError
 from dspark_jax.runtime import files
-from dspark_jax.train.text_files import Prompts
+from dspark_jax.train.prompts import Prompts
 
 AT_ONCE = 4  # times as many sequences as streams are asked for in one call
 
@@ -27,7 +27,7 @@ AT_ONCE = 4  # times as many sequences as streams are asked for in one call
 class Sequences:
     """N sequences of at most L tokens.
 
-    tokens: int32 [N, L], zeros behind the end. starts, ends: int64 [N], the first token that the
+    tokens: int32 [N, L], zeros after the end. starts, ends: int64 [N], the first token that the
       main model wrote, and the length. greedy: bool [N], written at temperature 0.
     """
 
@@ -99,7 +99,7 @@ def write(
     path: Path,
     advance: Callable[[int, int], None],
 ) -> None:
-    """Writes what is missing of the plan behind what `path` holds. advance(sequences, tokens):
+    """Writes what is missing of the plan after what `path` holds. advance(sequences, tokens):
     after each call, how many it wrote. Ctrl-C loses the call in hand only.
     """
     done = len(written(path, plan.length))

@@ -124,7 +124,8 @@ trained**: the values are random. `dspark train drafter` trains one.
 ({options.muon_rate:g}) and Adam ({options.adam_rate:g}), seed {options.seed}, {options.devices} \
 device{"s" if options.devices > 1 else ""}, {log["seconds"] / 60:.0f} minutes; in the last fifth \
 of the steps weights and activations are quantised as they are stored and run, straight through. \
-Loss in nats by step: {log["curve"]}. `main.jsonl` has a line a step.
+In prose, tokens that repeat a phrase of the window against the text are penalised (weight \
+{main_stage.REPEAT_WEIGHT:g}). Loss in nats by step: {log["curve"]}. `main.jsonl` has a line a step.
 
 | kind | share of windows {shares} | text | licence |
 |---|---|---|---|

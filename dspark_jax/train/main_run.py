@@ -35,6 +35,7 @@ from dspark_jax.train import (
     output,
     settings,
     show,
+    stage,
     states,
     tokenizer,
 )
@@ -172,26 +173,20 @@ def _train(options: Options, config: ModelConfig, parts, twin, corpus: data.Corp
         (options.muon_rate, options.adam_rate),
         0 if options.init else options.steps - options.steps // 3,
     )
-    state = options.run / task.name
-    done = states.newest(state) or 0
-    log = loop.Log(options.run / f"{task.name}.jsonl", done)
-    smooth, clock = show.Smooth(), show.Clock()
-    with show.bar(task.name, task.steps, done) as move:
+    return stage.fit(task, values, options, figures, described)
 
-        def report(step, measures):
-            seconds, loss = clock(), float(measures["tokens_loss"])
-            averages = smooth.add({name: measures[name] for name in ("nats", "bytes")})
-            shown = {
-                name: main_stage.bits_per_byte(averages, kinds)
-                for name, kinds in data.REPORTED.items()
-            }
-            others = {name: float(measures[name]) for name in ("index", "repeats")}
-            log.write(step=step, loss=loss, seconds=seconds, **others, **shown)
-            speed = options.rows * options.length / seconds
-            move(1, f"loss {loss:.3f} | {speed:.0f} tokens/s")
-            if show.is_line(step, task.steps):
-                bits = ", ".join(f"{k} {v:.2f}" for k, v in shown.items() if np.isfinite(v))
-                show.say(f"step {step}/{task.steps}: loss {loss:.3f}; bits a byte: {bits}")
 
-        mesh = loop.data_mesh(options.devices)
-        return loop.fit(task, values, state, report, options.save_every, mesh=mesh)
+def figures(measures: dict, averages: dict) -> dict:
+    """What the log says of a step: nats a token, the other terms of the loss, and bits a byte by
+    kind over the last steps, since a step has few windows of a kind.
+    """
+    terms = {"loss": measures["tokens_loss"], **{k: measures[k] for k in ("index", "repeats")}}
+    return {name: float(value) for name, value in terms.items()} | {
+        name: main_stage.bits_per_byte(averages, kinds) for name, kinds in data.REPORTED.items()
+    }
+
+
+def described(measures: dict, averages: dict) -> str:
+    told = figures(measures, averages)
+    bits = ", ".join(f"{k} {told[k]:.2f}" for k in data.REPORTED if np.isfinite(told[k]))
+    return f"loss {told['loss']:.3f}; bits a byte: {bits}"

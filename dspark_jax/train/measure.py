@@ -56,7 +56,7 @@ def texts(model: dspark.Model, tokens: int = 96) -> dict[str, list[tuple[str, st
 def by_position(
     model: dspark.Model, prompts: list[list[int]], lengths: list[int], stop_token_ids=None
 ) -> dict:
-    """Greedy decoding of up to `lengths` new tokens behind each prompt, the whole block drafted
+    """Greedy decoding of up to `lengths` new tokens after each prompt, the whole block drafted
     always.
 
     -> prompts, tokens: how many. accepted: by position, the share of rounds in which this draft and

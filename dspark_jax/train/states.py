@@ -129,7 +129,7 @@ def _orbax(place: Path):
 
 def _reason(error: Exception) -> str:
     full = os.strerror(errno.ENOSPC)
-    if full in str(error):  # behind several lines of where
+    if full in str(error):  # after several lines of where
         return full
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 

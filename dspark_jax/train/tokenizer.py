@@ -1,4 +1,4 @@
-"""The tokenizer of the embedded checkpoint: byte-level BPE, trained here on the training text. Any
+"""The tokenizer of small checkpoints: byte-level BPE, trained here on the training text. Any
 text round-trips.
 
 Digits stay single (sums and counting are learnt digit by digit, a space before a number is its own

@@ -46,7 +46,7 @@ def test_truncated_file(tmp_path, keep):
     assert "truncated" in fault(tmp_path) and SINGLE in fault(tmp_path)
 
 
-def test_bytes_behind_the_end(tmp_path):
+def test_bytes_after_the_end(tmp_path):
     with open(write_small(tmp_path) / SINGLE, "ab") as file:
         file.write(b"x")
     assert "its header describes only" in fault(tmp_path)

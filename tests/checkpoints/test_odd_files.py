@@ -164,7 +164,7 @@ def test_a_device_that_was_named_itself_is_not(directory, read, kind):
 
 @pytest.mark.parametrize("change", ["removed", "cut", "emptied", "grown"])
 def test_a_file_that_changes_between_opening_and_reading(directory, change):
-    """Else the process would end at the first byte behind the file's end."""
+    """Else the process would end at the first byte past the file's end."""
     file = directory / SINGLE
     with OfficialCheckpoint.open(directory) as checkpoint:
         if change == "removed":

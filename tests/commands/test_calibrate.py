@@ -10,7 +10,7 @@ import pytest
 
 import dspark_jax as dspark
 from dspark_jax.commands import calibrate as command
-from dspark_jax.commands import calibration_figure, held_out
+from dspark_jax.commands import calibration_figure, calibration_prompts
 from dspark_jax.commands.main import main
 from dspark_jax.decode import calibrate, slots
 from dspark_jax.decode.emission import RoundRecord
@@ -187,7 +187,7 @@ def test_data_that_cannot_be_read_is_named(refused, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     assert "there is no text in" in refused(text=tmp_path / "empty.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    assert "latin.txt: not valid UTF-8" in refused(text=tmp_path / "latin.txt")
+    assert "latin.txt: not text in UTF-8" in refused(text=tmp_path / "latin.txt")
 
 
 LINES = {
@@ -216,14 +216,14 @@ def test_prompts_are_pieces_spread_over_all_texts():
     texts = ["0123456789abcdefghij", list(range(100, 107)), "xy"]
     pieces = [[48, 49, 50], [56, 57, 97], [103, 104, 105], [100, 101, 102], [120, 121]]
     model = of_bytes()
-    assert held_out.prompts(model, texts, 99, length=3, gap=5) == pieces
-    assert held_out.prompts(model, texts, 2, length=3, gap=5) == [pieces[0], pieces[2]]
+    assert calibration_prompts.cut(model, texts, 99, length=3, gap=5) == pieces
+    assert calibration_prompts.cut(model, texts, 2, length=3, gap=5) == [pieces[0], pieces[2]]
     with pytest.raises(PromptError, match="half of the prompts are for fitting"):
-        held_out.prompts(model, ["short"], 9, length=30, gap=5)
+        calibration_prompts.cut(model, ["short"], 9, length=30, gap=5)
 
 
 def test_text_needs_a_tokenizer():
     without = types.SimpleNamespace(tokenizer=None)
     with pytest.raises(PromptError, match="no tokenizer.json; give token ids"):
-        held_out.prompts(without, ["text"], 9, length=3, gap=5)
-    assert len(held_out.prompts(without, [[1, 2], [3, 4]], 9, length=3, gap=5)) == 2
+        calibration_prompts.cut(without, ["text"], 9, length=3, gap=5)
+    assert len(calibration_prompts.cut(without, [[1, 2], [3, 4]], 9, length=3, gap=5)) == 2

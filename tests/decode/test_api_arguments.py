@@ -3,6 +3,8 @@ arrays of the device, traced ones.
 """
 
 import dataclasses
+import importlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -225,6 +227,24 @@ def test_a_warm_up_is_of_numbers_and_truth_values(golden_float):
         with compilations() as compiled, pytest.raises(dspark.ConfigError, match=says):
             dspark.warm_up(golden_float, **options)
         assert not compiled
+
+
+def test_a_warm_up_is_for_every_number_of_streams(golden_float, monkeypatch):
+    """What it compiles is compiled for real in test_streams_full.py (heavy)."""
+    compiled = []
+
+    class Run:
+        engine = types.SimpleNamespace(compile_seconds=0.5)
+
+        def __init__(self, model, request):
+            self.compile = lambda: compiled.append(request)
+
+    monkeypatch.setattr(importlib.import_module("dspark_jax.decode.warm_up"), "Run", Run)
+    assert dspark.warm_up(golden_float, [1, 4], sampled=True, mode="plain") == 1.0
+    assert [(r.streams, r.mode, r.prompts[0].temperature) for r in compiled] == [
+        (1, "plain", 1.0),
+        (4, "plain", 1.0),
+    ]
 
 
 def test_what_is_no_cache(golden_float, caches):

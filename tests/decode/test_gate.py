@@ -262,7 +262,7 @@ def test_min_draft_leaves_zero_alone():
     assert gate.choose(config, state_with([0] * 6, [99] * 6), jnp.zeros((1, 5))).tolist() == [0]
 
 
-def test_what_lies_behind_the_first_rejection_is_censored():
+def test_what_lies_after_the_first_rejection_is_censored():
     conf = [[-9.0, 0.0, 1.0, 2.0, 4.0, 9.0]]  # one draft per bucket
     for verified in range(1, 7):
         for accepted in range(verified + 1):

@@ -35,7 +35,7 @@ def test_nan_in_the_prompt_is_an_error_that_names_the_position(model, prompts, m
 
 @pytest.mark.parametrize("mode", ("plain", *SPECULATIVE))
 @pytest.mark.parametrize("index", [0, 3, 6, 11])
-def test_nan_in_a_round_is_an_error_behind_the_last_sound_token(model, prompts, plain, mode, index):
+def test_nan_in_a_round_is_an_error_after_the_last_sound_token(model, prompts, plain, mode, index):
     token, seen = plain[0][index], []
     assert token not in prompts[0] + plain[0][:index]
     for script in ([], [*prompts[0], *plain[0]]):
@@ -54,7 +54,7 @@ def test_nan_in_a_round_is_an_error_behind_the_last_sound_token(model, prompts, 
 
 
 @pytest.mark.parametrize("mode", SPECULATIVE)
-def test_nan_behind_a_rejected_draft_does_no_harm(model, prompts, plain, mode):
+def test_nan_after_a_rejected_draft_does_no_harm(model, prompts, plain, mode):
     """What plain decoding never computes cannot fail a run: a wrong draft, and what follows the end
     of the output.
     """

@@ -23,9 +23,8 @@ from helpers.ask_parts import modes, speculative_modes
 from helpers.round_parts import BLOCK, perfect, same_bits, scripted, wrong
 from helpers.state_parts import committed, joined
 
-pytestmark = (
-    pytest.mark.heavy
-)  # in `make test` test_generate.py and test_streams.py compare to the last bit
+# In `make test` test_generate.py and test_streams.py compare the same to the last bit.
+pytestmark = pytest.mark.heavy
 LENGTH = 30  # tokens of the plain streams
 OFF = dspark.GateConfig()
 NO_STOPS = np.full((2, 8), -1, np.int32)

@@ -26,6 +26,32 @@ LEAST = dataclasses.replace(
     GATE, verify_base_ms=250, verify_slope_ms=60, margin_threshold=0.9, min_draft=3
 )
 
+# Those of test_generate.py: the published one, and others that choose shorter drafts or none.
+GATES = [
+    dspark.GateConfig(enabled=True),
+    dspark.GateConfig(
+        enabled=True, margin=1.0, draft_ms=10, verify_base_ms=200, verify_slope_ms=100
+    ),
+    dspark.GateConfig(
+        enabled=True,
+        margin=1.0,
+        draft_ms=30,
+        verify_base_ms=250,
+        verify_slope_ms=60,
+        decay=0.5,
+        margin_threshold=0.9,
+    ),
+    dspark.GateConfig(
+        enabled=True,
+        margin=1.0,
+        draft_ms=10,
+        verify_base_ms=200,
+        verify_slope_ms=100,
+        min_draft=3,
+        margin_threshold=2,
+    ),
+]
+
 # Mode and places. Each pair compiles programs of its own: `make test` has one with several places,
 # and all modes with one stream at a time (test_generate.py).
 QUICK_CELLS = (("block", 4),)

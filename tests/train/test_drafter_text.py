@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import dspark_jax as dspark
+from dspark_jax.decode import documents
 from dspark_jax.errors import ConfigError
-from dspark_jax.train import drafter_text, text_files
+from dspark_jax.train import drafter_text, prompts
 
 from helpers.round_parts import byte_tokenizer
 
@@ -32,40 +33,41 @@ def made(path, content):
         ("a.bin", b"ab\0cd", "a.bin: holds a NUL character"),
         ("a.jsonl", "", "a.jsonl: there is no text in it"),
         ("a.jsonl", '{"text": "x"}\n{"text"', "a.jsonl, line 2: not readable as JSON"),
-        ("a.jsonl", '{"words": "x"}', 'a.jsonl, line 1: expected an object with "text"'),
+        ("a.jsonl", '{"words": "x"}', "a.jsonl, line 1: expected an object with text"),
         ("a.jsonl", '["x"]', "a.jsonl, line 1: expected an object"),
+        ("a.jsonl", '{"prompt": [5, 6]}', "a.jsonl, line 1: expected an object with text"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, name, content, message):
     with pytest.raises(ConfigError, match=message):
-        text_files.read([made(tmp_path / name, content)])
+        documents.read([made(tmp_path / name, content)])
 
 
 def test_all_files_that_are_wrong_are_named(tmp_path):
     good = made(tmp_path / "good.txt", "hello")
     empty = made(tmp_path / "empty.txt", "")
     with pytest.raises(ConfigError, match=r"(?s)empty.txt: there is no.*none.txt: cannot be read"):
-        text_files.read([good, empty, str(tmp_path / "none.txt")])
+        documents.read([good, empty, str(tmp_path / "none.txt")])
     with pytest.raises(ConfigError, match="this is a directory"):
-        text_files.read([str(tmp_path)])
+        documents.read([str(tmp_path)])
 
 
 def test_less_than_a_block_is_refused(tmp_path):
-    files = text_files.read([made(tmp_path / "a.txt", "abcde")])
-    text_files.require_enough(files, TOKENIZER, 5)
+    files = documents.read([made(tmp_path / "a.txt", "abcde")])
+    prompts.require_enough(files, TOKENIZER, 5)
     with pytest.raises(
         ConfigError, match="5 tokens in all, and a draft block with its anchor is 6"
     ):
-        text_files.require_enough(files, TOKENIZER, 6)
+        prompts.require_enough(files, TOKENIZER, 6)
 
 
 def test_prompts_are_beginnings_of_lines_and_depend_on_their_number_alone(tmp_path):
     lines = [f"line {n}: {'x' * (n % 7)}" for n in range(50)]
-    documents = [{"text": "\n".join(lines)}, {"prompt": "\nanother document"}]
-    name = made(tmp_path / "a.jsonl", "".join(json.dumps(d) + "\n" for d in documents))
-    prompts = text_files.Prompts(text_files.read([name]), TOKENIZER, 3, least=4, most=20)
-    drawn = [prompts.tokens(number) for number in range(200)]
-    assert drawn[7] == prompts.tokens(7)
+    given = [{"text": "\n".join(lines)}, {"prompt": "\nanother document"}]
+    name = made(tmp_path / "a.jsonl", "".join(json.dumps(d) + "\n" for d in given))
+    drawer = prompts.Prompts(documents.read([name]), TOKENIZER, 3, least=4, most=20)
+    drawn = [drawer.tokens(number) for number in range(200)]
+    assert drawn[7] == drawer.tokens(7)
     texts = [TOKENIZER.decode(ids) for ids in drawn]
     assert all(text.startswith(("line", "anot", "\nano")) for text in texts)
     assert all(len(ids) <= 20 for ids in drawn) and {len(ids) for ids in drawn} >= {4, 20}

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pathlib
 import re
 import shutil
 import types
@@ -99,6 +100,14 @@ def test_prompts_are_read_with_code_of_this_python(tmp_path, files, monkeypatch)
     texts = dict(files)
     for at, head in zip(chosen["code"], prompts["code"]):
         assert head.splitlines()[0].strip() in texts[at["file"]]
+
+
+def test_the_prompts_of_the_benchmark_are_chosen_by_the_rule():
+    """Those that can be had without fetching text."""
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "held_out_prompts.json"
+    kept = json.loads(path.read_text())
+    assert kept["math"] == held_out.math() and kept["repeat"] == held_out.repeat()
+    assert {kind: len(prompts) for kind, prompts in kept.items()} == dict.fromkeys(kept, 10)
 
 
 @pytest.fixture(scope="module")

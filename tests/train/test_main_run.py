@@ -61,6 +61,7 @@ def test_one_command_makes_a_checkpoint_that_says_how(arguments, monkeypatch, ca
     command = " ".join(["dspark", *asked])
     assert command in of_drafter and "1 steps of 2 sequences" in of_drafter
     assert command in of_main and "1 steps of 2 windows of 300 tokens" in of_main
+    assert "repeat a phrase of the window against the text are penalised (weight 0.5)" in of_main
     assert "drafter is not trained" in of_main and "embedded" not in of_main + of_drafter
     assert main(asked) == 2 and "something in it already" in capsys.readouterr().err
 
